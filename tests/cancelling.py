@@ -1,10 +1,7 @@
 """Cancels a long-running task at random moments, of which some meet a future that is done."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 
 TIMES = 200
 STEPS = 5_000
@@ -12,13 +9,13 @@ STEPS = 5_000
 PATIENCE_S = 60.0
 
 
-async def cancel_often(run: Callable[[], Awaitable[object]]) -> None:
+async def cancel_often(run):
     """Start `run` and cancel it, 200 times. Raises AssertionError if it runs on.
 
     `run` should have something to do in each step of the loop: a task that sleeps ends always.
     """
 
-    async def running() -> object:
+    async def running():
         return await run()
 
     chance = random.Random(58)

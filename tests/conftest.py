@@ -1,7 +1,5 @@
 """Redis servers and clients. Each test that asks for a server finds it empty."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import gc
@@ -9,17 +7,13 @@ import os
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from itertools import cycle
-from typing import Any
 
 import pytest
-import pytest_timeout
 from hypothesis import HealthCheck, settings
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from app.http.server import collect_seldom
 from app.local import redis_server as servers_here
@@ -32,7 +26,7 @@ WAITING = 2
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     return (os.cpu_count() or 1) + WAITING
 
 
@@ -41,19 +35,19 @@ gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     collect_seldom()
     gc.enable()
 
 
 @pytest.hookimpl
-def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+def pytest_timeout_set_timer(item, settings):
     """End the process of a test that hangs, wherever it stands, with the stacks of all its tasks.
 
     An exception out of a signal is lost where the loop calls back, as asyncio logs and drops it.
     """
 
-    def end() -> None:
+    def end():
         capture = item.config.pluginmanager.getplugin("capturemanager")
         if capture:
             capture.suspend_global_capture(in_=True)
@@ -65,27 +59,24 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
     timer = threading.Timer(settings.timeout, end)
     timer.daemon = True
-    item.cancel_timeout = timer.cancel  # type: ignore[attr-defined]
+    item.cancel_timeout = timer.cancel
     timer.start()
     return True
 
 
-StartedServer = Callable[[str], EmbeddedRedis]
-
-
 @pytest.fixture(scope="session")
-def started_server() -> Iterator[StartedServer]:
+def started_server():
     """The running server of a kind: started for the first test that needs it, shared by all."""
     with ExitStack() as servers:
 
         @cache
-        def start(kind: str) -> EmbeddedRedis:
+        def start(kind):
             return servers.enter_context(EmbeddedRedis(require_redis(kind)))
 
         yield start
 
 
-def emptied(server: EmbeddedRedis) -> EmbeddedRedis:
+def emptied(server):
     with Redis.from_url(server.url) as client:
         client.flushall()
     return server
@@ -96,9 +87,9 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Keep test processes that run side by side out of each other's way."""
-    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    worker = getattr(config, "workerinput", None)
     if worker is not None:
         # Else one process would take a port on which a server of another one is yet to listen.
         number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
@@ -108,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "redis_server" in metafunc.fixturenames:
         oldest_too = metafunc.definition.get_closest_marker("oldest_too")
         kinds = each_kind(*([OLDEST_KIND] if oldest_too else []))
@@ -116,7 +107,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) -> EmbeddedRedis:
+def redis_server(request, started_server):
     """A server of each kind in turn; do not stop it.
 
     `make test` runs only the default one, and the oldest in tests marked `oldest_too`.
@@ -125,27 +116,27 @@ def redis_server(request: pytest.FixtureRequest, started_server: StartedServer) 
 
 
 @pytest.fixture
-async def redis_client(redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
+async def redis_client(redis_server):
     """A client of `redis_server`; replies are bytes."""
     async with connect(redis_server.url) as client:
         yield client
 
 
 @pytest.fixture
-def one_redis_server(started_server: StartedServer) -> EmbeddedRedis:
+def one_redis_server(started_server):
     """A server of the default kind, for tests that need only one kind; do not stop it."""
     return emptied(started_server(default_kind()))
 
 
 @pytest.fixture
-async def redis(one_redis_server: EmbeddedRedis) -> AsyncIterator[AsyncRedis]:
+async def redis(one_redis_server):
     """A client of `one_redis_server`; replies are bytes."""
     async with connect(one_redis_server.url) as client:
         yield client
 
 
 @pytest.fixture
-def own_redis_server() -> Iterator[EmbeddedRedis]:
+def own_redis_server():
     """A server for this test alone, which may kill, stop and restart it."""
     with EmbeddedRedis(require_redis(default_kind())) as server:
         yield server

@@ -1,14 +1,9 @@
 """What is recorded of how requests ended, in either of the two streams."""
 
-from __future__ import annotations
-
-from app.core.keys import Keyspace
-from app.core.outcomes import Ending
 from app.state import decisions
-from app.state.client import RedisClient
 
 
-async def all_endings(redis: RedisClient, keyspace: Keyspace) -> dict[str, Ending]:
+async def all_endings(redis, keyspace):
     """Request id -> how it ended."""
     late = await decisions.read_endings(redis, keyspace, 0, 1000)
     records = [record async for record in decisions.read(redis, keyspace)]

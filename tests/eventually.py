@@ -1,21 +1,13 @@
 """Waits for what other processes and tasks do, instead of sleeping for a fixed time."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.01
 MAX_PAUSE_S = 0.05
 """Who waits for a process to start looks often enough, and leaves it the machine."""
 
 
-async def eventually(
-    look: Callable[[], Awaitable[T]], until: Callable[[T], Any] = bool, *, within_s: float = 60.0
-) -> T:
+async def eventually(look, until=bool, *, within_s=60.0):
     """The first value from `look` that `until` accepts.
 
     Raises AssertionError, with the last value seen, if that takes longer than `within_s`.

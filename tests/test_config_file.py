@@ -1,15 +1,11 @@
 """--config FILE, as a command sees it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from app.cli import main
 from app.config_file import with_config_file
@@ -18,23 +14,23 @@ from app.options import Command, options
 from tests.redis_servers import default_kind, require_redis
 
 
-def run(tmp_path: Path, text: str, *arguments: str, **env: str) -> tuple[Any, Result]:
+def run(tmp_path, text, *arguments, **env):
     """The settings that a router reads with a file of this content, and how it ended."""
     file = tmp_path / "kvroute.toml"
     file.write_text(text)
-    read: list[Any] = []
+    read = []
 
     @click.command(cls=Command)
     @with_config_file
     @options(RouterSettings)
-    def command(**values: Any) -> None:
+    def command(**values):
         read.append(RouterSettings(**values))
 
     result = CliRunner().invoke(command, [f"--config={file}", *arguments], env=env)
     return (read[0] if read else None), result
 
 
-def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: Path) -> None:
+def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path):
     text = """
         namespace = "chat"
         wait-queue = 64
@@ -56,7 +52,7 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: 
     ), result.output
 
 
-def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
+def test_a_flag_beats_a_variable_beats_the_file(tmp_path):
     text = 'port = 1\nwait-queue = 2\nseed = 3\nmigrate = true\npolicy = "blocks"'
     settings, _ = run(
         tmp_path,
@@ -93,16 +89,14 @@ def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
         ("port 1", "Expected '=' after a key"),
     ],
 )
-def test_a_bad_file_is_refused_by_its_name_and_what_is_wrong(
-    tmp_path: Path, text: str, error: str
-) -> None:
+def test_a_bad_file_is_refused_by_its_name_and_what_is_wrong(tmp_path, text, error):
     settings, result = run(tmp_path, text)
     assert settings is None
     assert result.exit_code == 2
     assert f"Error: {tmp_path}/kvroute.toml: {error}" in result.output
 
 
-def test_a_file_that_is_missing_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_no_text_or_too_large_is_refused(tmp_path):
     file = tmp_path / "kvroute.toml"
     for content, error in (
         (None, "No such file or directory"),
@@ -117,9 +111,7 @@ def test_a_file_that_is_missing_no_text_or_too_large_is_refused(tmp_path: Path) 
         assert error in result.output
 
 
-def test_the_file_of_a_cluster_is_not_that_of_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_cluster_is_not_that_of_its_processes(tmp_path, monkeypatch):
     require_redis(default_kind())
     file = tmp_path / "kvroute.toml"
     file.write_text("workers = 1\nreplicas = 1\nhaproxy = false\nport = 0\nprofile = 'abacus'")
@@ -135,7 +127,7 @@ def test_the_file_of_a_cluster_is_not_that_of_its_processes(
 
 
 @pytest.mark.parametrize("command", ["router", "worker", "agent", "planner", "up"])
-def test_every_service_takes_a_file(tmp_path: Path, command: str) -> None:
+def test_every_service_takes_a_file(tmp_path, command):
     file = tmp_path / "kvroute.toml"
     file.write_text("nothing = 1")
     for arguments, env in (([f"--config={file}"], {}), ([], {"KVROUTE_CONFIG": str(file)})):

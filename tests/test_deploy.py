@@ -1,7 +1,5 @@
 """The files in deploy/ name what exists, and give no part more than it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,14 +7,12 @@ import subprocess
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import promql_parser
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry
 from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError
@@ -52,14 +48,14 @@ VARIABLES = {
 }
 
 
-def alerts() -> Iterator[str]:
+def alerts():
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
     for group in rules["groups"]:
         for rule in group["rules"]:
             yield rule["expr"]
 
 
-def panels() -> Iterator[str]:
+def panels():
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
@@ -69,14 +65,14 @@ def panels() -> Iterator[str]:
             yield expression
 
 
-def series(registry: CollectorRegistry) -> set[str]:
+def series(registry):
     return {
         family.name + suffix for family in registry.collect() for suffix in SUFFIXES[family.type]
     }
 
 
 @pytest.mark.parametrize("expression", [*alerts(), *panels()])
-def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
+def test_what_is_watched_is_valid_and_exists(expression):
     promql_parser.parse(expression)
     engine = EngineRunner(SimEngine(USUAL, block_size=16, now=time.monotonic))
     router = create_app(RouterSettings()).replica.router
@@ -91,7 +87,7 @@ def test_what_is_watched_is_valid_and_exists(expression: str) -> None:
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
 
 
-def test_no_two_panels_share_an_id_or_a_place_and_none_is_wider_than_the_page() -> None:
+def test_no_two_panels_share_an_id_or_a_place_and_none_is_wider_than_the_page():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = Counter[tuple[int, int]]()
@@ -102,19 +98,19 @@ def test_no_two_panels_share_an_id_or_a_place_and_none_is_wider_than_the_page() 
     assert taken.most_common(1)[0][1] == 1
 
 
-def test_each_variable_of_the_dashboard_is_used_and_each_that_is_used_is_defined() -> None:
+def test_each_variable_of_the_dashboard_is_used_and_each_that_is_used_is_defined():
     defined = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$([a-z_]\w*)", json.dumps(DASHBOARD["panels"])))
     used |= {panel["repeat"] for panel in DASHBOARD["panels"] if "repeat" in panel}
     assert used - {"__rate_interval"} == defined
 
 
-def test_the_dashboard_promises_first_tokens_within_bounds_that_are_counted() -> None:
+def test_the_dashboard_promises_first_tokens_within_bounds_that_are_counted():
     [target] = [v for v in DASHBOARD["templating"]["list"] if v["name"] == "target_s"]
     assert set(target["query"].split(",")) <= {str(bound) for bound in SECONDS}
 
 
-def test_the_dashboard_counts_as_late_the_first_tokens_that_never_came() -> None:
+def test_the_dashboard_counts_as_late_the_first_tokens_that_never_came():
     in_time = next(p for p in DASHBOARD["panels"] if p["title"] == "First token in time")
     assert f'outcome=~"{matching(*NEVER_CAME)}"' in in_time["targets"][0]["expr"]
 
@@ -122,13 +118,13 @@ def test_the_dashboard_counts_as_late_the_first_tokens_that_never_came() -> None
 SERVICES = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
 
 
-def variables() -> Iterator[tuple[str, str]]:
+def variables():
     for part, service in SERVICES.items():
         yield from ((part, name) for name in service.get("environment", {}))
 
 
 @pytest.mark.parametrize(("part", "variable"), sorted({*variables()}))
-def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str) -> None:
+def test_each_part_reads_the_variables_that_it_is_given(part, variable):
     if part == "balancer":
         assert f"${{{variable}}}" in (DEPLOY / "haproxy.cfg").read_text()
     elif part == "redis":
@@ -138,7 +134,7 @@ def test_each_part_reads_the_variables_that_it_is_given(part: str, variable: str
         assert variable in {getattr(option, "envvar", None) for option in command.params}
 
 
-def test_prometheus_is_told_of_each_service_that_has_metrics_and_its_port() -> None:
+def test_prometheus_is_told_of_each_service_that_has_metrics_and_its_port():
     file = DEPLOY / "prometheus.yaml"
     command = [require_binary("promtool"), "check", "config", "--syntax-only", file]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -155,7 +151,7 @@ def test_prometheus_is_told_of_each_service_that_has_metrics_and_its_port() -> N
     assert keyed == {"router", "worker"}
 
 
-def images() -> Iterator[str]:
+def images():
     files = [DEPLOY / name for name in ("compose.yaml", "vllm.compose.yaml")]
     for file in [*files, *map(golden, EXAMPLES)]:
         yield from re.findall(r"image: (\S+)", file.read_text())
@@ -163,7 +159,7 @@ def images() -> Iterator[str]:
         yield match[1]
 
 
-def test_images_have_a_whole_version_and_ours_are_of_this_one() -> None:
+def test_images_have_a_whole_version_and_ours_are_of_this_one():
     ours = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["version"]
     for image in images():
         name, _, version = image.rpartition(":")
@@ -171,12 +167,12 @@ def test_images_have_a_whole_version_and_ours_are_of_this_one() -> None:
         assert "kvroute" not in name or version == ours, image
 
 
-def test_no_file_opens_a_router_to_all() -> None:
+def test_no_file_opens_a_router_to_all():
     assert not any("NO_AUTH" in path.read_text() for path in DEPLOY.glob("*.*"))
 
 
 @pytest.mark.parametrize("part", SERVICES)
-def test_a_service_can_do_no_more_than_it_needs(part: str) -> None:
+def test_a_service_can_do_no_more_than_it_needs(part):
     service = SERVICES[part]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -186,7 +182,7 @@ def test_a_service_can_do_no_more_than_it_needs(part: str) -> None:
     assert ("default" in service["networks"]) == (part != "redis")
 
 
-def test_parts_log_in_to_redis_as_their_own_user() -> None:
+def test_parts_log_in_to_redis_as_their_own_user():
     for part in ("router", "worker"):
         url = SERVICES[part]["environment"]["REDIS_URL"]
         assert url.startswith(f"redis://kvroute-{part}:${{{part.upper()}_PASSWORD}}@")
@@ -200,7 +196,7 @@ REDIS_VARIABLES = {
 }
 
 
-def started(*arguments: str, without: str = "") -> subprocess.Popen[str]:
+def started(*arguments, without=""):
     """deploy/redis.sh, started as in the containers."""
     given = {name: value for name, value in REDIS_VARIABLES.items() if name != without}
     server = require_redis(default_kind())
@@ -215,9 +211,7 @@ def started(*arguments: str, without: str = "") -> subprocess.Popen[str]:
     )
 
 
-def test_redis_starts_with_users_confined_to_a_namespace_by_their_passwords(
-    tmp_path: Path,
-) -> None:
+def test_redis_starts_with_users_confined_to_a_namespace_by_their_passwords(tmp_path):
     port = free_port()
     users = str(DEPLOY / "users.acl")
     with started(users, str(tmp_path), "--port", str(port), "--save", "") as process:
@@ -242,7 +236,7 @@ def test_redis_starts_with_users_confined_to_a_namespace_by_their_passwords(
     assert "router\\1" not in (tmp_path / "users.acl").read_text()
 
 
-def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
+def test_redis_does_not_start_without_a_password(tmp_path):
     users = str(DEPLOY / "users.acl")
     with started(users, str(tmp_path), without="ROUTER_PASSWORD") as process:
         output, _ = process.communicate(timeout=20)
@@ -250,13 +244,13 @@ def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
     assert "ROUTER_PASSWORD is not set" in output
 
 
-def test_an_agent_in_the_examples_is_told_only_what_it_knows() -> None:
+def test_an_agent_in_the_examples_is_told_only_what_it_knows():
     known = {kinds.variable(field) for field in fields(EngineAgentSettings)}
     services = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]
     assert services["agent"]["environment"].keys() <= known
 
 
-def test_the_engines_of_the_examples_publish_events_that_can_be_asked_for_again() -> None:
+def test_the_engines_of_the_examples_publish_events_that_can_be_asked_for_again():
     for file in (DEPLOY / "vllm.compose.yaml", DEPLOY / "chart/templates/engines.yaml"):
         [config] = re.findall(r"--kv-events-config=(\{.*?\})'?\n", file.read_text())
         said = json.loads(config)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +29,7 @@ class Hub(SimpleHTTPRequestHandler):
 
     token: str | None = None
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         if self.token and self.headers["Authorization"] != f"Bearer {self.token}":
             self.send_error(401)
             return
@@ -40,12 +38,12 @@ class Hub(SimpleHTTPRequestHandler):
         self.path = self.path.removeprefix(prefix)
         super().do_GET()
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
 @contextmanager
-def hub(folder: Path, token: str | None = None) -> Iterator[str]:
+def hub(folder, token=None):
     handler = type("Hub", (Hub,), {"token": token})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -57,7 +55,7 @@ def hub(folder: Path, token: str | None = None) -> Iterator[str]:
             thread.join()
 
 
-def download(into: Path, endpoint: str, **more: str) -> subprocess.CompletedProcess[str]:
+def download(into, endpoint, **more):
     require_binary("curl")
     return subprocess.run(
         ["sh", DEPLOY / "tokenizer.sh", MODEL, into],
@@ -68,7 +66,7 @@ def download(into: Path, endpoint: str, **more: str) -> subprocess.CompletedProc
     )
 
 
-def test_routers_can_load_what_is_downloaded(tmp_path: Path) -> None:
+def test_routers_can_load_what_is_downloaded(tmp_path):
     with hub(ROOT / "tests/data/door/qwen", token="hf_x") as endpoint:
         done = download(tmp_path, endpoint, HF_TOKEN="hf_x")
     assert (done.returncode, done.stderr) == (0, "")
@@ -80,7 +78,7 @@ def test_routers_can_load_what_is_downloaded(tmp_path: Path) -> None:
     load(str(tmp_path))
 
 
-def test_what_the_model_has_no_more_goes(tmp_path: Path) -> None:
+def test_what_the_model_has_no_more_goes(tmp_path):
     (tmp_path / "chat_template.json").write_text("{}")
     with hub(ROOT / "tests/data/door/qwen") as endpoint:
         assert download(tmp_path, endpoint).returncode == 0
@@ -91,16 +89,14 @@ def test_what_the_model_has_no_more_goes(tmp_path: Path) -> None:
     ("folder", "token", "why"),
     [(ROOT / "docs", None, "owner/model has no tokenizer.json"), (ROOT, "hf_x", "status 401")],
 )
-def test_what_cannot_be_downloaded_is_named(
-    tmp_path: Path, folder: Path, token: str | None, why: str
-) -> None:
+def test_what_cannot_be_downloaded_is_named(tmp_path, folder, token, why):
     with hub(folder, token) as endpoint:
         done = download(tmp_path, endpoint)
     assert done.returncode == 1
     assert why in done.stderr
 
 
-def _routers() -> dict[str, Any]:
+def _routers():
     """Of pods of routers as the chart makes them."""
     for document in yaml.safe_load_all(golden("split").read_text()):
         if (document["kind"], document["metadata"]["name"]) == ("Deployment", "kvroute-router"):
@@ -108,7 +104,7 @@ def _routers() -> dict[str, Any]:
     raise AssertionError("no routers")
 
 
-def _examples() -> dict[str, tuple[dict[str, str], dict[str, Any], str]]:
+def _examples():
     """Of each: the environment of its routers, their volumes, and the model of its engines."""
     compose = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]
     [model] = [arg for arg in compose["vllm"]["command"] if arg.startswith("--model=")]
@@ -130,7 +126,7 @@ def _examples() -> dict[str, tuple[dict[str, str], dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
-def test_routers_of_the_examples_are_told_where_the_tokenizer_of_their_model_is(where: str) -> None:
+def test_routers_of_the_examples_are_told_where_the_tokenizer_of_their_model_is(where):
     environment, volumes, model = _examples()[where]
     [variable] = [name for name in environment if name.startswith("KVROUTE_")]
     assert variable in {kinds.variable(field) for field in fields(RouterSettings)}
@@ -138,7 +134,7 @@ def test_routers_of_the_examples_are_told_where_the_tokenizer_of_their_model_is(
     assert volumes["/tokenizer"] == "tokenizer"
 
 
-def test_both_examples_download_it_to_where_routers_read_it() -> None:
+def test_both_examples_download_it_to_where_routers_read_it():
     compose = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]["tokenizer"]
     [first] = _routers()["initContainers"]
     assert compose["command"][1] == first["args"][1] == "/tokenizer"

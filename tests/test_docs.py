@@ -1,9 +1,6 @@
 """Documents: those that are made from code are fresh, links lead somewhere, none is too long."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import orjson
@@ -37,37 +34,37 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 PLACE = re.compile(r"`((?:app|workers|lua|tests|loadtest|deploy|docs)/[\w./-]*)`")
 
 
-def name(path: Path) -> str:
+def name(path):
     return str(path.relative_to(ROOT))
 
 
-def prose(document: Path) -> str:
+def prose(document):
     """The text without blocks of code."""
     return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
 
 
-def anchor_of(heading: str) -> str:
+def anchor_of(heading):
     """The name that GitHub gives to a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def anchors(document: Path) -> Iterator[str]:
+def anchors(document):
     yield from map(anchor_of, re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE))
 
 
-def linked(document: Path) -> set[str]:
+def linked(document):
     """The files that a document's links name, without their headings."""
     return {link.partition("#")[0] for link in LINK.findall(prose(document))} - {""}
 
 
 @pytest.mark.parametrize("page", WRITTEN)
-def test_a_page_made_by_a_command_is_fresh(page: str) -> None:
-    make: Callable[[], str] = WRITTEN[page]
+def test_a_page_made_by_a_command_is_fresh(page):
+    make = WRITTEN[page]
     assert (DOCS / page).read_text() == make(), "run `make docs`"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
+def test_links_between_documents_lead_somewhere(document):
     for link in LINK.findall(prose(document)):
         if "://" in link:
             continue
@@ -79,7 +76,7 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_files_that_a_document_names_exist(document: Path) -> None:
+def test_files_that_a_document_names_exist(document):
     missing = [
         place for place in PLACE.findall(document.read_text()) if not (ROOT / place).exists()
     ]
@@ -87,12 +84,12 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - UNBOUNDED), ids=name)
-def test_a_document_is_short(document: Path) -> None:
+def test_a_document_is_short(document):
     limit = MAX_WORDS_OF_THE_README if document == ROOT / "README.md" else MAX_WORDS
     assert len(document.read_text().split()) <= limit
 
 
-def test_every_document_can_be_reached_from_the_readme() -> None:
+def test_every_document_can_be_reached_from_the_readme():
     reached, new = set(), {ROOT / "README.md"}
     while new:
         reached |= new
@@ -101,7 +98,7 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     assert set(DOCUMENTS) - reached == set()
 
 
-def test_each_figure_is_one_number_or_a_range_and_has_a_unit() -> None:
+def test_each_figure_is_one_number_or_a_range_and_has_a_unit():
     for subject in orjson.loads(measurements.FIGURES.read_bytes()):
         assert subject["command"]
         for row in subject["rows"]:
@@ -115,7 +112,7 @@ def test_each_figure_is_one_number_or_a_range_and_has_a_unit() -> None:
             assert row["unit"]
 
 
-def test_figures_are_replaced_by_the_least_and_the_most_of_several_runs() -> None:
+def test_figures_are_replaced_by_the_least_and_the_most_of_several_runs():
     rows = [
         {"what": "a", "figure": 1, "unit": "ms", "at": ["ms", "p50"]},
         {"what": "b", "figure": 1, "unit": "%", "at": ["used"], "over": ["all"], "times": 100},

@@ -11,7 +11,6 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import packages_distributions, requires
@@ -21,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from app.cli import _LazyGroup, _Main, _Planner
+from app.cli import _Main, _Planner
 from app.core.errors import MissingPackage
 from app.core.extras import OURS, extra
 
@@ -31,7 +30,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 
 Extras = frozenset[str]
-PLAIN: Extras = frozenset()
+PLAIN = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Reached:
     modules: set[Import] = field(default_factory=set)
     packages: dict[Import, str] = field(default_factory=dict)
 
-    def begin(self, module: str, extras: Extras) -> None:
+    def begin(self, module, extras):
         waiting = [Import(module, extras)]
         while waiting:
             found = waiting.pop()
@@ -70,13 +69,13 @@ class Reached:
                     self.packages.setdefault(Import(package, imported.extras), found.module)
 
 
-def source_of(module: str, root: Path = ROOT) -> Path | None:
+def source_of(module, root=ROOT):
     path = root / module.replace(".", "/")
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
 
 @cache
-def imports(source: Path) -> list[tuple[str, Extras]]:
+def imports(source):
     """Names of the modules that must be there, with the extras around each."""
     # CPython 3.11 fails where garbage has a traceback formatted meanwhile, which parses, too.
     gc.disable()
@@ -87,7 +86,7 @@ def imports(source: Path) -> list[tuple[str, Extras]]:
     return list(_imports(body, PLAIN))
 
 
-def _imports(nodes: list[ast.stmt], extras: Extras) -> Iterator[tuple[str, Extras]]:
+def _imports(nodes, extras):
     for node in nodes:
         match node:
             case ast.Import(names):
@@ -111,9 +110,9 @@ def _imports(nodes: list[ast.stmt], extras: Extras) -> Iterator[tuple[str, Extra
                 yield from _imports(children(node), extras)
 
 
-def children(node: ast.AST) -> list[ast.stmt]:
+def children(node):
     """Statements right inside of a statement."""
-    found: list[ast.stmt] = []
+    found = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             found.append(child)
@@ -123,11 +122,11 @@ def children(node: ast.AST) -> list[ast.stmt]:
 
 
 @cache
-def installed_with(extra: str) -> frozenset[str]:
+def installed_with(extra):
     """Names of all distributions that come with the plain package, or with an extra of it."""
     wanted = [Requirement(text) for text in (EXTRAS[extra] if extra else PROJECT["dependencies"])]
-    found: set[str] = set()
-    done: set[tuple[str, str]] = set()
+    found = set()
+    done = set()
     while wanted:
         need = wanted.pop()
         name = canonicalize_name(need.name)
@@ -146,7 +145,7 @@ def installed_with(extra: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def missing(reached: Reached) -> list[str]:
+def missing(reached):
     """What would be a traceback."""
     return sorted(
         f"{importer} imports {package.module} with {sorted(package.extras) or 'nothing'} installed"
@@ -156,7 +155,7 @@ def missing(reached: Reached) -> list[str]:
     )
 
 
-def lazy(group: type[_LazyGroup]) -> Iterator[tuple[str, Extras]]:
+def lazy(group):
     for name, module in group.lazy.items():
         yield module, frozenset([group.extras[name]] if name in group.extras else ())
 
@@ -165,20 +164,20 @@ COMMANDS = [("app.__main__", PLAIN), *lazy(_Main), *lazy(_Planner)]
 
 
 @pytest.fixture(scope="module")
-def commands() -> Reached:
+def commands():
     reached = Reached(ROOT)
     for module, extras in COMMANDS:
         reached.begin(module, extras)
     return reached
 
 
-def test_each_command_finds_all_that_it_imports_or_names_the_extra(commands: Reached) -> None:
+def test_each_command_finds_all_that_it_imports_or_names_the_extra(commands):
     assert missing(commands) == []
 
 
-def test_each_image_has_the_extras_of_its_command() -> None:
+def test_each_image_has_the_extras_of_its_command():
     text = (ROOT / "Dockerfile").read_text()
-    text = text.replace("$WORKER_EXTRA", re.search(r"ARG WORKER_EXTRA=(\w+)", text)[1])  # type: ignore[index]
+    text = text.replace("$WORKER_EXTRA", re.search(r"ARG WORKER_EXTRA=(\w+)", text)[1])
     builds = {
         name: PLAIN.union(*(one.split(",") for one in re.findall(r"\.\[([\w,]+)\]", stage)))
         for name, stage in re.findall(r"AS (build-[\w-]+)\n(.*?)\nFROM ", text, re.DOTALL)
@@ -194,7 +193,7 @@ def test_each_image_has_the_extras_of_its_command() -> None:
         assert needed <= builds[build], command
 
 
-def test_all_of_the_package_belongs_to_a_command(commands: Reached) -> None:
+def test_all_of_the_package_belongs_to_a_command(commands):
     """So that nothing is left out of the test above."""
     reached = {found.module for found in commands.modules}
     files = [path for part in ("app", "workers") for path in (ROOT / part).rglob("*.py")]
@@ -203,7 +202,7 @@ def test_all_of_the_package_belongs_to_a_command(commands: Reached) -> None:
     assert modules - reached == set()
 
 
-def test_the_locust_file_finds_all_that_it_imports() -> None:
+def test_the_locust_file_finds_all_that_it_imports():
     reached = Reached(ROOT)
     reached.begin("loadtest.locustfile", frozenset({"loadtest"}))
     assert missing(reached) == []
@@ -229,9 +228,7 @@ def test_the_locust_file_finds_all_that_it_imports() -> None:
         ("import a_package_that_nothing_installs", False),
     ],
 )
-def test_an_import_without_its_extra_is_found_wherever_it_stands(
-    tmp_path: Path, source: str, is_there: bool
-) -> None:
+def test_an_import_without_its_extra_is_found_wherever_it_stands(tmp_path, source, is_there):
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers/__init__.py").touch()
     (tmp_path / "workers/bridge.py").write_text("import zmq")
@@ -241,7 +238,7 @@ def test_an_import_without_its_extra_is_found_wherever_it_stands(
     assert (missing(reached) == []) is is_there
 
 
-def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_ours_is_not_hidden() -> None:
+def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_ours_is_not_hidden():
     told = r"^zmq is missing: pip install '.\[worker\]' in a clone"
     with pytest.raises(MissingPackage, match=told), extra("worker"):
         raise ModuleNotFoundError(name="zmq.asyncio")
@@ -249,7 +246,7 @@ def test_a_missing_package_is_named_with_its_extra_and_a_fault_of_ours_is_not_hi
         importlib.import_module("workers.no_such_module")
 
 
-def test_a_checkout_has_all_that_benchmarks_import() -> None:
+def test_a_checkout_has_all_that_benchmarks_import():
     reached = Reached(ROOT)
     for path in (ROOT / "loadtest").rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -1,7 +1,5 @@
 """What is carried to a bare machine with a GPU, and what `./run` says where it cannot run there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from tools import gpu_bundle
 from tools.gpu_bundle import main
@@ -18,11 +16,11 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def asked(monkeypatch):
     """What pip is asked for. It would take minutes, and a network."""
-    calls: list[tuple[str, ...]] = []
+    calls = []
 
-    def pip(*arguments: str) -> None:
+    def pip(*arguments):
         calls.append(arguments)
         folder = Path(
             arguments[arguments.index("--wheel-dir" if arguments[0] == "wheel" else "--dest") + 1]
@@ -37,13 +35,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
-def bundled(folder: Path, *arguments: str) -> Result:
+def bundled(folder, *arguments):
     return CliRunner().invoke(main, [str(folder), *arguments])
 
 
-def test_wheels_are_for_the_machine_and_at_the_versions_of_the_tests(
-    asked: list[tuple[str, ...]], tmp_path: Path
-) -> None:
+def test_wheels_are_for_the_machine_and_at_the_versions_of_the_tests(asked, tmp_path):
     assert bundled(tmp_path / "bundle").exit_code == 0
     own, others = asked
     assert own[-1] == str(gpu_bundle.ROOT)
@@ -56,9 +52,7 @@ def test_wheels_are_for_the_machine_and_at_the_versions_of_the_tests(
     assert wheels == {"kvroute-1-py3-none-any.whl", "orjson-3-cp312-none-any.whl"}
 
 
-def test_tests_and_benchmarks_are_carried_and_nothing_stays_of_an_older_folder(
-    asked: list[tuple[str, ...]], tmp_path: Path
-) -> None:
+def test_tests_and_benchmarks_are_carried_and_nothing_stays_of_an_older_folder(asked, tmp_path):
     folder = tmp_path / "bundle"
     (folder / "site").mkdir(parents=True)
     result = bundled(folder)
@@ -75,16 +69,14 @@ def test_tests_and_benchmarks_are_carried_and_nothing_stays_of_an_older_folder(
     assert os.access(folder / "run", os.X_OK)
 
 
-def test_a_folder_that_is_too_large_is_no_success(
-    asked: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_too_large_is_no_success(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_bundle, "MOST_BYTES", 1_000_000)
     result = bundled(tmp_path / "bundle")
     assert result.exit_code == 1
     assert "more than 1 MB" in result.output
 
 
-def run(folder: Path, python: Path | str = sys.executable, **more: str) -> str:
+def run(folder, python=sys.executable, **more):
     """What `./run` says as it refuses."""
     ended = subprocess.run(
         [folder / "run"],
@@ -100,14 +92,12 @@ def run(folder: Path, python: Path | str = sys.executable, **more: str) -> str:
     return ended.stderr
 
 
-def test_another_python_than_the_wheels_are_for_is_refused(
-    asked: list[tuple[str, ...]], tmp_path: Path
-) -> None:
+def test_another_python_than_the_wheels_are_for_is_refused(asked, tmp_path):
     bundled(tmp_path / "bundle", "--python=3.10")
     assert f"wheels are for Python 3.10; PYTHON is {HERE}." in run(tmp_path / "bundle")
 
 
-def test_a_python_without_torch_is_refused(asked: list[tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_python_without_torch_is_refused(asked, tmp_path):
     bundled(tmp_path / "bundle", f"--python={HERE}")
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -118,7 +108,7 @@ def test_a_python_without_torch_is_refused(asked: list[tuple[str, ...]], tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
-def test_a_machine_without_a_gpu_is_refused(asked: list[tuple[str, ...]], tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_refused(asked, tmp_path):
     bundled(tmp_path / "bundle", f"--python={HERE}")
     assert run(tmp_path / "bundle") == (
         "./run: torch sees no GPU; DEVICE=cpu tries all of it in small\n"

@@ -1,7 +1,5 @@
 """What is installed with which extra, and what the wheel has in it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -9,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -21,7 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from app.core.check import page
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from loadtest.traces import DEMO_TRACE
 from tests.e2e.engines import Process, engine
 from tests.eventually import eventually
@@ -32,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def needs_torch(extra: str) -> bool:
+def needs_torch(extra):
     """Whether an extra installs torch, itself or by others of ours."""
     ours = re.findall(r"kvroute\[([\w,]+)\]", " ".join(EXTRAS[extra]))
     others = [name for names in ours for name in names.split(",")]
@@ -41,11 +39,11 @@ def needs_torch(extra: str) -> bool:
     )
 
 
-def test_torch_is_installed_for_the_torch_engine_and_for_the_tests_alone() -> None:
+def test_torch_is_installed_for_the_torch_engine_and_for_the_tests_alone():
     assert {extra for extra in EXTRAS if needs_torch(extra)} == {"torch", "dev"}
 
 
-def test_the_demo_installs_no_torch() -> None:
+def test_the_demo_installs_no_torch():
     steps = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"],
         cwd=ROOT,
@@ -58,7 +56,7 @@ def test_the_demo_installs_no_torch() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
@@ -67,9 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_a_page_that_a_message_names_is_installed_with_the_wheel(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_a_page_that_a_message_names_is_installed_with_the_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     asked = "from app.core.check import page; print(page('operating.md'), end='')"
     path = subprocess.run(
@@ -84,13 +80,13 @@ def test_a_page_that_a_message_names_is_installed_with_the_wheel(
     assert Path(path).read_text() == Path(page("operating.md")).read_text()
 
 
-def test_the_wheel_has_the_load_tests_without_their_data(wheel: Path) -> None:
+def test_the_wheel_has_the_load_tests_without_their_data(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("loadtest/")]
     assert "loadtest/replay.py" in names
     assert [name for name in names if not name.endswith(".py")] == []
 
 
-def test_messages_name_pages_that_exist_by_where_they_are() -> None:
+def test_messages_name_pages_that_exist_by_where_they_are():
     texts = {p: p.read_text() for d in ("app", "workers") for p in (ROOT / d).rglob("*.py")}
     pages = {n for t in texts.values() for n in re.findall(r"\bpage\([\"']([\w-]+\.md)", t)}
     assert pages
@@ -100,10 +96,10 @@ def test_messages_name_pages_that_exist_by_where_they_are() -> None:
     assert said == []
 
 
-def pythons() -> list[Path]:
+def pythons():
     """The oldest supported Python and the newest one that this machine has."""
     in_pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
-    by_minor: dict[int, Path] = {}
+    by_minor = {}
     for minor in range(11, 30):
         name = f"python3.{minor}"
         named = shutil.which(name)
@@ -118,19 +114,17 @@ def pythons() -> list[Path]:
 class Installed:
     """The wheel, with extras, in an environment of its own."""
 
-    def __init__(self, python: Path, wheel: Path, folder: Path, extras: str = "") -> None:
+    def __init__(self, python, wheel, folder, extras=""):
         self.folder = folder
         subprocess.run([python, "-m", "venv", folder], check=True)
         wanted = f"{wheel}[{extras}]" if extras else str(wheel)
         pip = [self.program("pip"), "install", "--quiet", "-c", "constraints.txt"]
         subprocess.run([*pip, wanted], cwd=ROOT, check=True)
 
-    def program(self, name: str) -> str:
+    def program(self, name):
         return str(self.folder / "bin" / name)
 
-    def said(
-        self, *arguments: str, program: str = "kvroute", status: int = 0, **variables: str
-    ) -> str:
+    def said(self, *arguments, program="kvroute", status=0, **variables):
         """What a program that ends by itself wrote."""
         done = subprocess.run(
             [self.program(program), *arguments],
@@ -145,7 +139,7 @@ class Installed:
         return done.stdout + done.stderr
 
     @contextmanager
-    def running(self, *arguments: str, **variables: str) -> Iterator[Process]:
+    def running(self, *arguments, **variables):
         command = ["env", *(f"{n}={v}" for n, v in variables.items()), self.program("kvroute")]
         process = Process(*arguments, command=command, cwd=self.folder)
         try:
@@ -154,7 +148,7 @@ class Installed:
             process.end()
         assert "Traceback" not in process.said, process.said
 
-    async def chats_with_a_cluster(self, **variables: str) -> None:
+    async def chats_with_a_cluster(self, **variables):
         """`kvroute up` answers a chat."""
         port = free_port()
         sizes = ("--workers=1", "--replicas=1", "--no-haproxy", f"--port={port}")
@@ -163,13 +157,12 @@ class Installed:
 
 
 @pytest.fixture(params=pythons(), ids=lambda path: path.name)
-def python(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
+def python(request):
+    return request.param
 
 
 @contextmanager
-def of_checkout(*arguments: str) -> Iterator[Process]:
+def of_checkout(*arguments):
     process = Process(*arguments)
     try:
         yield process
@@ -180,11 +173,11 @@ def of_checkout(*arguments: str) -> Iterator[Process]:
 CHAT = {"messages": [{"role": "user", "content": "What is a block?"}]}
 
 
-async def chat(url: str, path: str = "chat/completions", asked: dict[str, Any] = CHAT) -> str:
+async def chat(url, path="chat/completions", asked=CHAT):
     """The id of an answer of the router's first model, as soon as the router is ready."""
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as router:
 
-        async def readiness() -> int:
+        async def readiness():
             try:
                 return (await router.get("/readiness")).status_code
             except httpx.TransportError:  # it does not listen yet
@@ -195,20 +188,18 @@ async def chat(url: str, path: str = "chat/completions", asked: dict[str, Any] =
         answer = await router.post(f"/v1/{path}", json={**asked, "model": model, "max_tokens": 4})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
-        name: str = answer.json()["id"]
-        return name
+        return answer.json()["id"]
 
 
-def installs(test: F) -> F:
+def installs(test):
     """pip takes half a minute for an environment, and more where it must download."""
-    marked: F = pytest.mark.slow(pytest.mark.timeout(900)(test))
-    return marked
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 @installs
 async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_lacks(
-    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+    python, wheel, tmp_path, own_redis_server
+):
     plain = Installed(python, wheel, tmp_path / "plain")
     redis = f"--redis-url={own_redis_server.url}"
     with (
@@ -238,8 +229,8 @@ async def test_the_plain_package_routes_a_chat_and_names_the_extra_of_what_it_la
 
 @installs
 async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
-    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+    python, wheel, tmp_path, own_redis_server
+):
     installed = Installed(python, wheel, tmp_path / "worker", "worker")
     redis = f"--redis-url={own_redis_server.url}"
     with (
@@ -255,9 +246,7 @@ async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
 
 
 @installs
-async def test_the_extra_of_torch_computes_an_answer(
-    wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+async def test_the_extra_of_torch_computes_an_answer(wheel, tmp_path, own_redis_server):
     """With this Python alone: for another, pip may download gigabytes of CUDA."""
     installed = Installed(Path(sys.executable), wheel, tmp_path / "torch", "torch")
     redis = f"--redis-url={own_redis_server.url}"
@@ -270,8 +259,8 @@ async def test_the_extra_of_torch_computes_an_answer(
 
 @installs
 async def test_the_extra_of_the_planner_starts_one_and_knows_kubernetes(
-    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+    python, wheel, tmp_path, own_redis_server
+):
     installed = Installed(python, wheel, tmp_path / "planner", "planner")
     redis = f"--redis-url={own_redis_server.url}"
     with installed.running("planner", redis, "--port=0") as planner:
@@ -285,26 +274,22 @@ async def test_the_extra_of_the_planner_starts_one_and_knows_kubernetes(
 
 
 @installs
-async def test_the_extra_of_a_server_needs_no_installed_redis(
-    python: Path, wheel: Path, tmp_path: Path
-) -> None:
+async def test_the_extra_of_a_server_needs_no_installed_redis(python, wheel, tmp_path):
     installed = Installed(python, wheel, tmp_path / "embedded", "worker,embedded")
     await installed.chats_with_a_cluster(PATH="/nowhere")
 
 
 @installs
-async def test_the_extra_of_traces_traces_a_chat(
-    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+async def test_the_extra_of_traces_traces_a_chat(python, wheel, tmp_path, own_redis_server):
     installed = Installed(python, wheel, tmp_path / "otel", "otel")
     redis = f"--redis-url={own_redis_server.url}"
-    spans: list[bytes] = []
+    spans = []
 
-    async def collect(request: web.Request) -> web.Response:
+    async def collect(request):
         spans.append(await request.read())
         return web.Response()
 
-    async def collected() -> list[bytes]:
+    async def collected():
         return spans
 
     app = web.Application()
@@ -322,8 +307,8 @@ async def test_the_extra_of_traces_traces_a_chat(
 
 @installs
 async def test_the_extra_of_load_tests_plays_a_trace_and_locust(
-    python: Path, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+    python, wheel, tmp_path, own_redis_server
+):
     installed = Installed(python, wheel, tmp_path / "loadtest", "loadtest")
     redis = f"--redis-url={own_redis_server.url}"
     installed.said("demo", "--help")

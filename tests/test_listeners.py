@@ -1,12 +1,8 @@
 """docs/front-door.md: it has every port that is opened, and bounds as the code has them. That each
 listener asks for what it says there is tested in tests/e2e/test_listeners.py."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -47,7 +43,7 @@ OUTWARD = {53, 443, 6443}
 """Where pods may connect to, besides: names, and Kubernetes' own API."""
 
 
-def test_every_module_that_opens_a_port_has_a_row() -> None:
+def test_every_module_that_opens_a_port_has_a_row():
     found = {
         str(path.relative_to(ROOT))
         for package in ("app", "workers")
@@ -58,7 +54,7 @@ def test_every_module_that_opens_a_port_has_a_row() -> None:
     assert set(OPENED.values()) <= ROWS.keys()
 
 
-def test_the_bounds_are_those_of_the_code() -> None:
+def test_the_bounds_are_those_of_the_code():
     ports, console = ROWS["worker, KV"], ROWS["router `/console/api/`"]
     assert f"{tcp.MAX_FRAME_BYTES >> 10} KiB in {server.ASKING_S:g} s" in ports[-1]
     assert f"{server.MAX_ASKING} connections" in ports[-1]
@@ -80,7 +76,7 @@ def test_the_bounds_are_those_of_the_code() -> None:
     assert RouterSettings().host == "127.0.0.1"
 
 
-def test_the_balancers_bounds_are_those_of_their_files() -> None:
+def test_the_balancers_bounds_are_those_of_their_files():
     for name, row in (("haproxy.cfg", "balancer"), ("cells.cfg", "cells' balancer")):
         text = (ROOT / "deploy" / name).read_text()
         most = re.findall(r"presetenv KVROUTE_BALANCER_MAXCONN(?:_PER_CLIENT)? (\d+)", text)
@@ -91,7 +87,7 @@ def test_the_balancers_bounds_are_those_of_their_files() -> None:
         )
 
 
-def test_the_pickers_bounds_are_those_of_the_code() -> None:
+def test_the_pickers_bounds_are_those_of_the_code():
     messages = pytest.importorskip("app.gateway.messages")
     processor = pytest.importorskip("app.gateway.processor")
     picker = ROWS["picker, gateways"][-1]
@@ -100,7 +96,7 @@ def test_the_pickers_bounds_are_those_of_the_code() -> None:
     assert f"{processor.MAX_SILENT:,} calls" in picker
 
 
-def test_the_gateways_bounds_are_those_of_its_file() -> None:
+def test_the_gateways_bounds_are_those_of_its_file():
     text = (ROOT / "deploy/envoy.yaml").read_text()
     head_kb, connections = (
         int(re.findall(rf"{name}: (\d+)", text)[0])
@@ -112,7 +108,7 @@ def test_the_gateways_bounds_are_those_of_its_file() -> None:
     assert "request_headers_timeout: 10s" in text
 
 
-def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:
+def test_the_deployment_files_open_the_ports_of_the_page_alone():
     found = {
         port
         for example in ("default", "split", "gateway")
@@ -131,7 +127,7 @@ def test_the_deployment_files_open_the_ports_of_the_page_alone() -> None:
         assert str(port) in PAGE
 
 
-def _ports(value: Any) -> Iterator[int]:
+def _ports(value):
     if isinstance(value, dict):
         for name, inner in value.items():
             if name in ("port", "containerPort", "hostPort", "nodePort") and isinstance(inner, int):

@@ -1,13 +1,9 @@
 """Every script's header is its contract: it declares what the body uses, no more and no less."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.keys import KEYSPACE, keyspace_table
 from app.state.records import FIELDS
@@ -40,35 +36,35 @@ BUILT_IN = set(
 """Lua keywords, and the globals that Lua and Redis give to every script."""
 
 
-def raw(name: str) -> str:
+def raw(name):
     return (LUA / f"{name}.lua").read_text()
 
 
-def header(text: str) -> str:
+def header(text):
     """The comment lines before the first line of code, except the includes."""
     lines = re.match(r"(?:--.*\n)*", text)
     assert lines
     return INCLUDE.sub("", lines[0])
 
 
-def code(text: str) -> str:
+def code(text):
     """`text` without comments."""
     return re.sub(r"--.*", "", text)
 
 
-def declared(name: str, kind: str) -> list[tuple[int, bool]]:
+def declared(name, kind):
     """The number of each slot in the header's order, and whether any number of others follow."""
     found = DECLARED_SLOT.findall(header(raw(name)))
     return [(int(number), bool(more)) for slot, number, more, *_ in found if slot == kind]
 
 
-def used(name: str, kind: str) -> set[int]:
+def used(name, kind):
     """Slots in the body, with the libs pasted in."""
     body = code(load_script(name).text)
     return {int(number) for slot, number in SLOT.findall(body) if slot == kind}
 
 
-def wants(lib: str) -> tuple[set[str], set[str]]:
+def wants(lib):
     """The locals and libs that a lib's header says it wants."""
     head = header(raw(f"lib/{lib}")).replace("\n-- ", " ")
     found_locals = re.search(r"\bWants locals: ([\w, ]+)", head)
@@ -79,7 +75,7 @@ def wants(lib: str) -> tuple[set[str], set[str]]:
     )
 
 
-def defined(text: str) -> set[str]:
+def defined(text):
     """Names that `text` declares local, functions, parameters and loop variables included."""
     body = code(text)
     names = re.findall(r"\blocal (?!function)([\w, ]+?)\s*(?:=|\n|$)", body)
@@ -89,7 +85,7 @@ def defined(text: str) -> set[str]:
     return functions | {name for group in names for name in re.split(r",\s*", group) if name}
 
 
-def free(text: str) -> set[str]:
+def free(text):
     """Names that `text` uses and neither declares nor finds in Lua or Redis."""
     body = re.sub(r"'[^'\n]*'", "''", code(text))
     fields = r"(?<![.\w])([A-Za-z_]\w*)\b(?!\s*=[^=])"  # neither x.name nor {name = ...}
@@ -97,7 +93,7 @@ def free(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_header_says_what_the_script_does_what_it_returns_and_what_it_costs(name: str) -> None:
+def test_the_header_says_what_the_script_does_what_it_returns_and_what_it_costs(name):
     head = header(raw(name))
     assert re.match(rf"-- {name}: \S.*", head)
     assert re.search(r"^-- Returns  +\S", head, re.MULTILINE)
@@ -105,7 +101,7 @@ def test_the_header_says_what_the_script_does_what_it_returns_and_what_it_costs(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_header_declares_exactly_the_keys_that_the_body_uses(name: str) -> None:
+def test_the_header_declares_exactly_the_keys_that_the_body_uses(name):
     slots = [number for number, _ in declared(name, "KEYS")]
     assert slots == list(range(1, len(slots) + 1))
     assert set(slots) == used(name, "KEYS")
@@ -113,7 +109,7 @@ def test_the_header_declares_exactly_the_keys_that_the_body_uses(name: str) -> N
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_header_declares_exactly_the_arguments_that_the_body_uses(name: str) -> None:
+def test_the_header_declares_exactly_the_arguments_that_the_body_uses(name):
     slots = declared(name, "ARGV")
     assert [number for number, _ in slots] == list(range(1, len(slots) + 1))
     fixed = {number for number, more in slots if not more}
@@ -123,13 +119,13 @@ def test_the_header_declares_exactly_the_arguments_that_the_body_uses(name: str)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_one_test_of_each_script_runs_on_the_oldest_server_in_make_test(name: str) -> None:
+def test_one_test_of_each_script_runs_on_the_oldest_server_in_make_test(name):
     tests = (Path(__file__).parent / "lua" / f"test_{name}.py").read_text()
     assert tests.count("@pytest.mark.oldest_too\n") == 1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_key_in_a_header_is_documented_with_the_same_type(name: str) -> None:
+def test_every_key_in_a_header_is_documented_with_the_same_type(name):
     documented = {key.prefix: key.type for key in KEYSPACE} | {"models": "hash"}
     for slot, _, _, key, kind in DECLARED_SLOT.findall(header(raw(name))):
         if slot == "KEYS":
@@ -138,19 +134,19 @@ def test_every_key_in_a_header_is_documented_with_the_same_type(name: str) -> No
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() & {*SCRIPTS}))
-def test_the_header_tells_of_each_field_of_its_rows_in_their_order(name: str) -> None:
+def test_the_header_tells_of_each_field_of_its_rows_in_their_order(name):
     rows = " ".join(header(raw(name)).partition("app/state/records.py")[2].split())
     in_order = r".*?".join(rf"\b{field}\b" for field in FIELDS[name])
     assert re.search(in_order, rows)
     assert f"= {{{str(FIELDS[name])[1:-1]}}}\n" in load_script(name).text
 
 
-def test_the_readme_shows_the_keyspace() -> None:
+def test_the_readme_shows_the_keyspace():
     assert keyspace_table() in README.read_text()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name: str) -> None:
+def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name):
     writers = {key.prefix: key.writers for key in KEYSPACE}
     for variable in FILLS.findall(code(load_script(name).text)):
         key = variable.replace("_prefix", ":")
@@ -158,26 +154,26 @@ def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name: str) -> 
             assert name in writers[key], key
 
 
-def test_every_documented_writer_is_a_script_or_a_plain_command() -> None:
+def test_every_documented_writer_is_a_script_or_a_plain_command():
     named = {writer for key in KEYSPACE for writer in key.writers}
     assert named - {*SCRIPTS} == {"agents", "compute", "record"}
 
 
-def plural(kind: str) -> str:
+def plural(kind):
     return kind + "es" if kind.endswith("h") else kind + "s"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_a_script_writes_if_and_only_if_its_header_says_so(name: str, redis: Redis) -> None:
+async def test_a_script_writes_if_and_only_if_its_header_says_so(name, redis):
     commands = {command for command, _ in COMMAND.findall(code(load_script(name).text))}
-    table: Any = await redis.execute_command("COMMAND", "INFO", *commands)  # type: ignore[no-untyped-call]
+    table = await redis.execute_command("COMMAND", "INFO", *commands)
     assert set(table) == {command.lower() for command in commands}
     writing = {command for command, about in table.items() if "write" in about["flags"]}
     assert bool(writing) == (" Writes." in header(raw(name))), writing
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *(f"lib/{lib}" for lib in LIBS)])
-def test_no_script_spells_out_a_key_of_a_command(name: str) -> None:
+def test_no_script_spells_out_a_key_of_a_command(name):
     body = code(raw(name))
     calls = COMMAND.findall(body)
     assert len(calls) == len(re.findall(r"\bredis\.p?call\b", body))
@@ -186,7 +182,7 @@ def test_no_script_spells_out_a_key_of_a_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("lib", LIBS)
-def test_a_lib_declares_exactly_the_locals_and_libs_that_it_uses(lib: str) -> None:
+def test_a_lib_declares_exactly_the_locals_and_libs_that_it_uses(lib):
     wanted_locals, wanted_libs = wants(lib)
     functions = set().union(*(defined_at_top(raw(f"lib/{other}")) for other in wanted_libs))
     unexplained = free(raw(f"lib/{lib}"))
@@ -194,15 +190,15 @@ def test_a_lib_declares_exactly_the_locals_and_libs_that_it_uses(lib: str) -> No
     assert all(unexplained & defined_at_top(raw(f"lib/{other}")) for other in wanted_libs)
 
 
-def defined_at_top(text: str) -> set[str]:
+def defined_at_top(text):
     """Functions that a lib gives to the script it is pasted into."""
     return set(re.findall(r"^local function (\w+)\(", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name: str) -> None:
+def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name):
     text = raw(name)
-    included: set[str] = set()
+    included = set()
     for found in INCLUDE.finditer(text):
         wanted_locals, wanted_libs = wants(found[1])
         assert wanted_locals <= defined(text[: found.start()])
@@ -211,7 +207,7 @@ def test_a_script_defines_what_a_lib_wants_before_it_includes_it(name: str) -> N
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_or_its_libs_use_every_lib_that_it_includes(name: str) -> None:
+def test_a_script_or_its_libs_use_every_lib_that_it_includes(name):
     libs = {lib: raw(f"lib/{lib}") for lib in INCLUDE.findall(raw(name))}
     for lib, text in libs.items():
         others = code(raw(name)) + "".join(code(libs[other]) for other in libs if other != lib)
@@ -219,11 +215,11 @@ def test_a_script_or_its_libs_use_every_lib_that_it_includes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_uses_no_undefined_name(name: str) -> None:
+def test_a_script_uses_no_undefined_name(name):
     assert free(load_script(name).text) == set()
 
 
 @pytest.mark.parametrize("lib", LIBS)
-def test_every_lib_is_included_somewhere_and_includes_none_itself(lib: str) -> None:
+def test_every_lib_is_included_somewhere_and_includes_none_itself(lib):
     assert any(lib in INCLUDE.findall(raw(name)) for name in SCRIPTS)
     assert INCLUDE.findall(raw(f"lib/{lib}")) == []

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import re
 from dataclasses import fields
-from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from app.core.errors import ConfigError
 from app.core.settings.kinds import variable
@@ -17,18 +14,13 @@ from app.options import Command, flags, naming_file, options, pick
 SETTINGS = (RouterSettings, WorkerSettings)
 
 
-def run(
-    cls: type[Any],
-    *arguments: str,
-    env: dict[str, str] | None = None,
-    without: tuple[str, ...] = (),
-) -> tuple[Any, Result]:
+def run(cls, *arguments, env=None, without=()):
     """The settings that a command with the options of `cls` reads, and how it ended."""
-    read: list[Any] = []
+    read = []
 
     @click.command()
     @options(cls, without=without)
-    def command(**values: Any) -> None:
+    def command(**values):
         read.append(pick(cls, values, without=without))
 
     result = CliRunner(env=dict.fromkeys(map(variable, fields(cls)))).invoke(
@@ -38,11 +30,11 @@ def run(
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_without_flags_and_variables_every_field_has_its_default(cls: type[Any]) -> None:
+def test_without_flags_and_variables_every_field_has_its_default(cls):
     assert run(cls)[0] == cls()
 
 
-def test_a_flag_beats_a_variable_beats_the_default() -> None:
+def test_a_flag_beats_a_variable_beats_the_default():
     env = {"KVROUTE_REDIS_TIMEOUT_MS": "40", "REDIS_URL": "redis://elsewhere:7000/2"}
     assert run(RouterSettings)[0].redis_timeout_ms == 250
     assert run(RouterSettings, env=env)[0].redis_timeout_ms == 40
@@ -52,11 +44,11 @@ def test_a_flag_beats_a_variable_beats_the_default() -> None:
 
 @click.command(cls=Command)
 @options(RouterSettings)
-def routed(**_: Any) -> None:
+def routed(**_):
     pass
 
 
-def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them() -> None:
+def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them():
     text = CliRunner().invoke(routed, ["--help-all"], terminal_width=100).output
     sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .*\n|\n(?=  ))+)", text, re.MULTILINE))
     assert {"Common", "Access", "Limits", "Waiting", "Options"} <= sections.keys()
@@ -73,7 +65,7 @@ def test_the_help_lists_options_by_subject_with_defaults_as_one_types_them() -> 
     assert '""' not in text
 
 
-def test_the_help_is_one_screen_of_what_is_often_set_and_names_the_option_that_lists_all() -> None:
+def test_the_help_is_one_screen_of_what_is_often_set_and_names_the_option_that_lists_all():
     text = CliRunner().invoke(routed, ["--help"], terminal_width=80).output
     assert len(text.splitlines()) < 50
     assert {"--redis-url", "--port", "--policy", "--help-all"} <= set(re.findall(r"--[\w-]+", text))
@@ -82,7 +74,7 @@ def test_the_help_is_one_screen_of_what_is_often_set_and_names_the_option_that_l
     assert "Port to listen on  [default: 8080]" in text
 
 
-def test_what_is_named_for_being_off_is_one_flag() -> None:
+def test_what_is_named_for_being_off_is_one_flag():
     assert run(RouterSettings, "--no-auth")[0].no_auth
     assert not run(RouterSettings)[0].no_auth
     assert run(RouterSettings, env={"KVROUTE_NO_AUTH": "true"})[0].no_auth
@@ -91,9 +83,7 @@ def test_what_is_named_for_being_off_is_one_flag() -> None:
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_the_address_kubernetes_gives_of_a_service_named_kvroute_is_not_a_port(
-    cls: type[Any],
-) -> None:
+def test_the_address_kubernetes_gives_of_a_service_named_kvroute_is_not_a_port(cls):
     settings, result = run(cls, env={"KVROUTE_PORT": "tcp://10.96.0.1:8080"})
     assert settings == cls(), result.output
 
@@ -107,9 +97,7 @@ def test_the_address_kubernetes_gives_of_a_service_named_kvroute_is_not_a_port(
         WorkerSettings(worker_id="w-1", kv_pool_tokens=4096, speedup=2.5, namespace="m/x"),
     ],
 )
-def test_settings_survive_a_round_trip_through_command_line_flags(
-    settings: RouterSettings | WorkerSettings,
-) -> None:
+def test_settings_survive_a_round_trip_through_command_line_flags(settings):
     assert run(type(settings), *flags(settings))[0] == settings
 
 
@@ -140,9 +128,7 @@ def test_settings_survive_a_round_trip_through_command_line_flags(
         ("--session-affinity", "KVROUTE_SESSION_AFFINITY", "1.5"),
     ],
 )
-def test_a_bad_value_prevents_the_start_and_is_named_with_its_source(
-    flag: str, name: str, value: str
-) -> None:
+def test_a_bad_value_prevents_the_start_and_is_named_with_its_source(flag, name, value):
     for settings, result in (
         run(RouterSettings, f"{flag}={value}"),
         run(RouterSettings, env={name: value}),
@@ -154,7 +140,7 @@ def test_a_bad_value_prevents_the_start_and_is_named_with_its_source(
     assert name in result.output
 
 
-def test_a_field_may_be_left_out_of_the_options() -> None:
+def test_a_field_may_be_left_out_of_the_options():
     settings, result = run(RouterSettings, "--port=9000", without=("port",))
     assert settings is None
     assert "No such option" in result.output
@@ -162,25 +148,25 @@ def test_a_field_may_be_left_out_of_the_options() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), OSError("No space left")])
-def test_an_error_of_writing_a_file_names_the_file_and_the_cause(error: OSError) -> None:
+def test_an_error_of_writing_a_file_names_the_file_and_the_cause(error):
     with pytest.raises(ConfigError, match=r"^out/x: No space left$"), naming_file("out/x"):
         raise error
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_the_help_shows_the_variable_of_every_field(cls: type[Any]) -> None:
+def test_the_help_shows_the_variable_of_every_field(cls):
     shown = run(cls, "--help")[1].output
     assert all(variable(f) in shown for f in fields(cls))
 
 
-def test_a_workers_address_must_be_a_base_url() -> None:
+def test_a_workers_address_must_be_a_base_url():
     assert run(WorkerSettings, "--address=https://w1:8443/a")[0].address == "https://w1:8443/a"
     settings, result = run(WorkerSettings, "--address=w1:9001")
     assert settings is None
     assert "'w1:9001' is not the http:// or https:// base URL of a host" in result.output
 
 
-def test_a_list_may_be_given_entry_by_entry() -> None:
+def test_a_list_may_be_given_entry_by_entry():
     given = run(RouterSettings, "--model-alias=a=m", "--model-alias", "b=m,c=m")[0]
     assert given.model_alias == "a=m,b=m,c=m"
     env = {"KVROUTE_MODEL_ALIAS": "a=m,b=m"}

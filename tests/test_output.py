@@ -1,12 +1,8 @@
 """Lines that are written from a thread of their own."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
-
-import pytest
 
 from app import output
 from app.output import MAX_CHARACTERS, ErrHandler, Output
@@ -24,7 +20,7 @@ output.OUT.flush(30)
 """
 
 
-def test_a_pipe_that_nobody_reads_stops_nothing_and_what_it_missed_is_told() -> None:
+def test_a_pipe_that_nobody_reads_stops_nothing_and_what_it_missed_is_told():
     with subprocess.Popen(
         [sys.executable, "-c", BLOCKED],
         stdin=subprocess.PIPE,
@@ -44,7 +40,7 @@ def test_a_pipe_that_nobody_reads_stops_nothing_and_what_it_missed_is_told() -> 
     assert f"{lost} lines of stdout were lost" in err
 
 
-def test_lines_are_written_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_written_in_their_order(capsys):
     out = Output("stdout")
     for number in range(1000):
         out.write(str(number))
@@ -52,16 +48,14 @@ def test_lines_are_written_in_their_order(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.splitlines() == [str(number) for number in range(1000)]
 
 
-def test_the_log_of_a_process_goes_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_process_goes_the_same_way(capsys):
     handler = ErrHandler()
     handler.handle(logging.makeLogRecord({"msg": "seen %s", "args": ("here",)}))
     output.ERR.flush()
     assert capsys.readouterr().err == "seen here\n"
 
 
-def test_a_record_is_one_line_and_its_traceback_lies_farther_in(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_record_is_one_line_and_its_traceback_lies_farther_in(capsys):
     handler = ErrHandler("%(levelname)s %(message)s")
     try:
         raise ValueError("bad\nERROR forged \x9b31m")
@@ -85,7 +79,7 @@ def test_a_record_is_one_line_and_its_traceback_lies_farther_in(
     assert all(line.isprintable() for line in (first, *others))
 
 
-def test_a_long_text_of_others_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_text_of_others_is_cut(capsys):
     handler = ErrHandler()
     try:
         raise ValueError("y" * 250_000)
@@ -99,7 +93,7 @@ def test_a_long_text_of_others_is_cut(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, lines)) <= MAX_CHARACTERS + 2
 
 
-def test_a_line_of_others_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_others_is_escaped(capsys):
     out = Output("stdout")
     out.write('{"path":"/\x9b2J\u202e\u2028"}')
     out.flush()

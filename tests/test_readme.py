@@ -1,7 +1,5 @@
 """The README and the other documents say what the code does."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -37,7 +35,7 @@ def test_the_configuration_table_has_every_setting_with_its_default_and_help(set
         assert variable(f) == f"KVROUTE_{f.name.upper()}" or f"is `{variable(f)}`" in CONFIGURATION
 
 
-def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_load_test() -> None:
+def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_load_test():
     deployed = [path for path in ROOT.glob("deploy/**/*") if path.suffix != ".pyc"]
     used = [*ROOT.glob("tests/**/*.py"), *deployed, *ROOT.glob("loadtest/**/*.py")]
     pages = [ROOT / page for page in DOCUMENTS if page != "docs/configuration.md"]
@@ -52,7 +50,7 @@ def test_every_setting_is_used_by_a_test_or_named_by_a_page_a_deployment_or_a_lo
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_metric_that_a_document_names_exists(document: str) -> None:
+def test_every_metric_that_a_document_names_exists(document):
     router = create_app(RouterSettings()).replica.router
     planner = PlannerMetrics("test")
     families = [*router.telemetry.registry.collect(), *planner.registry.collect()]

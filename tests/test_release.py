@@ -1,7 +1,5 @@
 """`make release`: what it builds without a network, and how its images would run."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -11,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from tests.chart.rendering import TOOLS
-from tests.e2e.engines import Process, engine
+from tests.e2e.engines import engine
 from tests.edge.test_tls import Authority
 from tests.eventually import eventually
 from tests.test_install import Installed, wheel
@@ -46,7 +43,7 @@ done
 """
 
 
-def test_the_version_is_that_of_the_tag() -> None:
+def test_the_version_is_that_of_the_tag():
     exact, later = version_of("v1.2.3-0-gabc1234"), version_of("v1.2.3-4-gabc1234")
     assert (exact.python, exact.chart, exact.tag) == ("1.2.3", "1.2.3", "1.2.3")
     assert later.python == "1.2.3.post4+abc1234"
@@ -56,7 +53,7 @@ def test_the_version_is_that_of_the_tag() -> None:
 
 
 @pytest.fixture
-def tagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tagged(tmp_path, monkeypatch):
     """A clone of this checkout as it is, with a tag."""
     clone = tmp_path / "clone"
     files = subprocess.run(
@@ -83,9 +80,7 @@ def tagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.chart
-def test_a_release_has_wheel_sdist_chart_sums_and_a_page(
-    tagged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_has_wheel_sdist_chart_sums_and_a_page(tagged, monkeypatch):
     (tagged / "docker").write_text(DOCKER)
     (tagged / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tagged}:{os.environ['PATH']}")
@@ -112,18 +107,18 @@ def test_a_release_has_wheel_sdist_chart_sums_and_a_page(
 
 
 @pytest.mark.chart
-def test_without_a_tag_there_is_no_release(tagged: Path) -> None:
+def test_without_a_tag_there_is_no_release(tagged):
     subprocess.run(["git", "tag", "-d", "v7.8.9"], cwd=tagged / "clone", check=True)
     with pytest.raises(ReleaseError, match=r"begin with `git tag vX.Y.Z`"):
         release(tagged / "out", "")
 
 
-def stage(target: str) -> str:
+def stage(target):
     """What the Dockerfile says of an image."""
     return DOCKERFILE.split(f"AS {target}\n")[1].split("\nFROM ")[0]
 
 
-def test_the_images_of_a_release_are_targets_with_labels() -> None:
+def test_the_images_of_a_release_are_targets_with_labels():
     for target in IMAGES:
         assert f"FROM base AS {target}\n" in DOCKERFILE
     base = stage("base")
@@ -132,12 +127,12 @@ def test_the_images_of_a_release_are_targets_with_labels() -> None:
 
 
 @pytest.fixture(params=IMAGES)
-def image(request: pytest.FixtureRequest) -> str:
+def image(request):
     return str(request.param)
 
 
 @contextmanager
-def running(installed: Installed, image: str, **variables: str) -> Iterator[Process]:
+def running(installed, image, **variables):
     """What the image starts, with its variables."""
     [command] = re.findall(r"^CMD (.*)$", stage(image), re.MULTILINE)
     program, *arguments = json.loads(command)
@@ -149,8 +144,8 @@ def running(installed: Installed, image: str, **variables: str) -> Iterator[Proc
 
 @pytest.mark.slow
 async def test_an_image_starts_with_its_extras_alone_and_its_check_finds_it_well(
-    image: str, wheel: Path, tmp_path: Path, own_redis_server: EmbeddedRedis
-) -> None:
+    image, wheel, tmp_path, own_redis_server
+):
     [extras] = re.findall(r"'\.\[([\w,]+)\]'|\"\.\[(\$\w+)\]\"", stage(f"build-{image}"))
     extra = "".join(extras).replace("$WORKER_EXTRA", "worker")
     installed = Installed(Path(sys.executable), wheel, tmp_path / image, extra)
@@ -164,7 +159,7 @@ async def test_an_image_starts_with_its_extras_alone_and_its_check_finds_it_well
     [check] = re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", stage(image))
     program, *arguments = json.loads(check)
 
-    async def is_well() -> bool:
+    async def is_well():
         command = [installed.program(program), *arguments]
         asked = partial(subprocess.run, command, env={"KVROUTE_PORT": port}, check=False)
         return (await asyncio.to_thread(asked)).returncode == 0
@@ -179,13 +174,13 @@ async def test_an_image_starts_with_its_extras_alone_and_its_check_finds_it_well
         installed.said("-c", "import grpc, opentelemetry.sdk", program="python")
 
 
-def test_a_check_wants_a_port_that_answers() -> None:
+def test_a_check_wants_a_port_that_answers():
     command = [sys.executable, "-m", "deploy.healthcheck", "PORT"]
     ended = subprocess.run(command, cwd=ROOT, env={"PORT": str(free_port())})
     assert ended.returncode == 1
 
 
-def test_nothing_tells_to_install_kvroute_from_where_it_is_not() -> None:
+def test_nothing_tells_to_install_kvroute_from_where_it_is_not():
     """Anybody could take its name there."""
     told = re.compile(r"pip install[^\n]{0,40}[ '\"]kvroute(\[|['\"\s])")
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -197,6 +192,6 @@ def test_nothing_tells_to_install_kvroute_from_where_it_is_not() -> None:
     assert [str(path) for path in files if told.search(path.read_text())] == []
 
 
-def test_the_chart_of_this_checkout_names_no_digests() -> None:
+def test_the_chart_of_this_checkout_names_no_digests():
     values = yaml.safe_load((ROOT / "deploy/chart/values.yaml").read_text())
     assert values["image"]["digests"] == {}

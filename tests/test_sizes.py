@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tools.sizes import package_sizes, total_sizes
 
 FILES = {
@@ -13,13 +11,13 @@ FILES = {
 }
 
 
-def test_sizes_are_those_of_each_package() -> None:
+def test_sizes_are_those_of_each_package():
     sizes = package_sizes(FILES)
     assert sizes["app/core"] == {"lines": 7, "records": 2, "settings": 2}
     assert sizes["workers/kv"] == {"lines": 2, "records": 1}
 
 
-def test_totals_count_a_setting_of_two_processes_once() -> None:
+def test_totals_count_a_setting_of_two_processes_once():
     assert total_sizes(FILES) == {
         "app + workers": 11,
         "tests": 1,

@@ -1,7 +1,5 @@
 """A test that hangs ends, wherever it stands, and says where."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +28,7 @@ async def test_in_a_callback():
 @pytest.mark.parametrize(
     ("name", "said"), [("test_heedless", "await heedless()"), ("test_in_a_callback", "in _run")]
 )
-def test_a_test_that_hangs_ends_with_the_stacks_of_its_tasks(
-    tmp_path: Path, name: str, said: str
-) -> None:
+def test_a_test_that_hangs_ends_with_the_stacks_of_its_tasks(tmp_path, name, said):
     file = tmp_path / "test_hanging.py"
     file.write_text(HEEDLESS)
     ended = subprocess.run(

@@ -1,11 +1,8 @@
 """What a newcomer's first commands say where something is in the way."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import ssl
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -19,12 +16,12 @@ from app.core.settings.kinds import parse_engines
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster, ClusterError
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 from workers.bridge.http.discovery import discover
 
 
-def cluster(*engines: FakeEngine) -> Cluster:
+def cluster(*engines):
     return Cluster(
         num_workers=0,
         num_replicas=1,
@@ -35,13 +32,11 @@ def cluster(*engines: FakeEngine) -> Cluster:
     )
 
 
-async def test_a_certificate_that_is_not_trusted_is_named_with_what_mends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_certificate_that_is_not_trusted_is_named_with_what_mends_it(tmp_path, monkeypatch):
     authority, context = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
 
-    async def models(_: web.Request) -> web.Response:
+    async def models(_):
         return web.json_response({"data": [{"id": "m"}]})
 
     app = web.Application()
@@ -62,23 +57,23 @@ async def test_a_certificate_that_is_not_trusted_is_named_with_what_mends_it(
             assert (await discover(http, url)).models == ("m",)
 
 
-def test_an_engine_that_is_named_twice_is_one() -> None:
+def test_an_engine_that_is_named_twice_is_one():
     assert parse_engines("http://a:1,http://b:1/, http://a:1/") == ["http://a:1", "http://b:1"]
 
 
-def started(*engines: FakeEngine) -> str:
+def started(*engines):
     """What `kvroute up` says."""
     with cluster(*engines) as running:
         return _listening(running)
 
 
-async def test_a_base_model_is_tried_and_no_adapter() -> None:
+async def test_a_base_model_is_tried_and_no_adapter():
     async with fake_engine(models=("z",), adapters=("a",)) as engine:
         said = await asyncio.to_thread(started, engine)
     assert re.findall(r'"model": "(\w+)"', said) == ["z"]
 
 
-async def test_an_engine_that_takes_no_key_leads_to_the_flag_for_it() -> None:
+async def test_an_engine_that_takes_no_key_leads_to_the_flag_for_it():
     async with fake_engine() as engine:
         engine.faults = Faults(status=401, body='{"error": {"message": "no"}}')
         with pytest.raises(ClusterError, match="--engine-api-key"):

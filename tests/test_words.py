@@ -1,10 +1,7 @@
 """That each word of docs/design/words.md has a section that tells of it, and that strangers find
 what they look for by the names of files."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -74,7 +71,7 @@ CONCEPTS = {
 have to know. Nothing limits how often a client asks, so no file is named after that."""
 
 
-def says(path: str, phrase: str) -> bool:
+def says(path, phrase):
     """Whether the file or its package is named after a word of the phrase, in whatever form."""
     words = re.findall(r"[a-z]{3,}", phrase.replace("'s", "").lower()) or [phrase.lower()]
     roots = [word[: max(3, min(4, len(word) - 1))] for word in words]
@@ -82,7 +79,7 @@ def says(path: str, phrase: str) -> bool:
     return any(part.startswith(root) or root in part for part in parts for root in roots)
 
 
-def section(document: Path, anchor: str) -> str:
+def section(document, anchor):
     """A heading with its text, up to the next one."""
     parts = re.split(r"^#+ ", prose(document), flags=re.MULTILINE)
     [found] = [part for part in parts if anchor_of(part.partition("\n")[0]) == anchor]
@@ -90,11 +87,11 @@ def section(document: Path, anchor: str) -> str:
 
 
 @pytest.mark.parametrize(("word", "page", "anchor"), WORDS)
-def test_the_section_of_a_word_tells_of_it(word: str, page: str, anchor: str) -> None:
+def test_the_section_of_a_word_tells_of_it(word, page, anchor):
     assert word.lower() in section(PAGE.parent / page, anchor).lower()
 
 
-def test_every_word_has_a_section() -> None:
+def test_every_word_has_a_section():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     assert len(WORDS) == len(rows) - 1
     assert len(WORDS) > 40
@@ -104,13 +101,13 @@ pytest.mark.parametrize("concept", CONCEPTS)
 
 
 @pytest.mark.parametrize("concept", CONCEPTS)
-def test_a_concept_is_in_a_file_of_its_name(concept: str) -> None:
+def test_a_concept_is_in_a_file_of_its_name(concept):
     path, (what, _, named) = CONCEPTS[concept], concept.partition(": ")
     assert (ROOT / path).exists()
     assert says(path, named or what)
 
 
-def test_a_file_of_another_name_is_told_from_one_of_the_words() -> None:
+def test_a_file_of_another_name_is_told_from_one_of_the_words():
     assert says("app/state/reservations.py", "reserve")
     assert not says("app/core/types.py", "worker key")
     assert not says("app/router/vouching.py", "away")

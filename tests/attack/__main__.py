@@ -54,18 +54,7 @@ class Keys:
 @click.option("--seconds", default=600.0, type=click.FloatRange(1, 3600), help="At most.")
 @click.option("--seed", default=1)
 @click.option("--elsewhere", is_flag=True, help="They are mine, though on another machine.")
-def main(
-    url: str | None,
-    kv: tuple[str, ...],
-    redis_url: str,
-    key: str,
-    other_key: str,
-    worker_key: str,
-    count: int,
-    seconds: float,
-    seed: int,
-    elsewhere: bool,
-) -> None:
+def main(url, kv, redis_url, key, other_key, worker_key, count, seconds, seed, elsewhere):
     if not url and not kv:
         raise click.UsageError("give a URL, or --kv")
     places = [urlsplit(url or "http://localhost"), *(urlsplit(f"tcp://{place}") for place in kv)]
@@ -73,8 +62,8 @@ def main(
         raise click.BadParameter("only what listens on this machine is attacked: --elsewhere")
     keys = Keys(key, other_key, worker_key)
 
-    async def limited() -> list[str]:
-        problems: list[str] = []
+    async def limited():
+        problems = []
         try:
             async with asyncio.timeout(seconds):
                 for place in places[1:]:
@@ -92,9 +81,7 @@ def main(
     sys.exit(bool(problems))
 
 
-async def attack(
-    url: str, redis_url: str, keys: Keys, count: int, seed: int, problems: list[str]
-) -> None:
+async def attack(url, redis_url, keys, count, seed, problems):
     """Send all that there is, and add to `problems` what should not have come back."""
     headers = {"authorization": f"Bearer {keys.key}"} if keys.key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0) as http:
@@ -114,7 +101,7 @@ async def attack(
         click.echo(f"{number:6} {target} {kind}: {outcome}")
 
 
-async def surfaces_of(http: httpx.AsyncClient, seed: int) -> list[Surface]:
+async def surfaces_of(http, seed):
     """What there is at a URL: the front door of its first model, and the paths of a router or of a
     worker."""
     cards = await http.get("/v1/models")
@@ -127,11 +114,11 @@ async def surfaces_of(http: httpx.AsyncClient, seed: int) -> list[Surface]:
     return [*surfaces, Surface.of_router(openapi.json(), 100, seed)]
 
 
-async def is_there(http: httpx.AsyncClient, path: str) -> bool:
+async def is_there(http, path):
     return (await http.get(path)).status_code == 200
 
 
-async def from_engine(redis_url: str, http: httpx.AsyncClient, problems: list[str]) -> None:
+async def from_engine(redis_url, http, problems):
     model = f"attack-{os.getpid()}"
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connect(redis_url))
@@ -139,7 +126,7 @@ async def from_engine(redis_url: str, http: httpx.AsyncClient, problems: list[st
             hostile_worker(redis, Keyspace(model), "hostile", model)
         )
 
-        async def models() -> str:
+        async def models():
             return (await http.get("/v1/models")).text
 
         await eventually(models, lambda cards: model in cards, within_s=STARTS_WITHIN_S)

@@ -7,7 +7,7 @@ import itertools
 import json
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from tests.attack.engine import num_asked
 from tests.attack.hostile_bodies import hostile_bodies
 from tests.attack.inputs import NO_KEY, Hostile, Surface, hostile, named, request
 from tests.eventually import eventually
-from tests.fakes.engine import RESET, FakeEngine
+from tests.fakes.engine import RESET
 from tests.fakes.faults import ENDLESS, RAW
 
 CONNECTIONS = 16
@@ -43,7 +43,7 @@ class HostileAnswer:
     complete: bool = False
 
     @property
-    def code(self) -> str | None:
+    def code(self):
         """The code of an error in our own shape, or its type where a client expects no code."""
         try:
             error = json.loads(self.body)["error"]
@@ -52,7 +52,7 @@ class HostileAnswer:
             return None
 
     @property
-    def message(self) -> str:
+    def message(self):
         """Of an error, as it is shown to people; "": it is of another shape."""
         try:
             return str(json.loads(self.body)["error"]["message"])
@@ -63,28 +63,26 @@ class HostileAnswer:
 class Answers:
     """Reads what comes back on one connection; raises what is not HTTP."""
 
-    def __init__(self) -> None:
-        self.seen: list[HostileAnswer] = []
+    def __init__(self):
+        self.seen = []
         self._parser = httptools.HttpResponseParser(self)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data):
         self._parser.feed_data(data)
 
-    def on_headers_complete(self) -> None:
+    def on_headers_complete(self):
         self.seen.append(HostileAnswer(self._parser.get_status_code()))
 
-    def on_body(self, body: bytes) -> None:
+    def on_body(self, body):
         self.seen[-1].body += body
 
-    def on_message_complete(self) -> None:
+    def on_message_complete(self):
         self.seen[-1].complete = True
         if self.seen[-1].status == 100:
             self.seen.pop()
 
 
-async def exchange(
-    address: tuple[str, int], sent: Hostile, patience_s: float
-) -> list[HostileAnswer]:
+async def exchange(address, sent, patience_s):
     """What a connection is answered. Raises HttpParserError if that is not HTTP."""
     answers = Answers()
     reader, writer = await asyncio.open_connection(*address)
@@ -93,7 +91,7 @@ async def exchange(
         if sent.ending in ("hang up", "reset"):
             await writing
             if sent.ending == "reset":
-                raw: socket.socket = writer.get_extra_info("socket")
+                raw = writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             return []
         if sent.ending == "half-close":
@@ -114,7 +112,7 @@ async def exchange(
             await writer.wait_closed()
 
 
-async def _write(writer: asyncio.StreamWriter, parts: tuple[bytes, ...]) -> None:
+async def _write(writer, parts):
     with suppress(ConnectionError):
         for part in parts:
             writer.write(part)
@@ -129,7 +127,7 @@ class Target:
     surface: Surface
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self):
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
@@ -149,12 +147,12 @@ class Attack:
     problems: list[str] = field(default_factory=list)
     tally: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
-    async def send(self, first: int, count: int, patience_s: float) -> None:
+    async def send(self, first, count, patience_s):
         """patience_s: how long to wait for servers that wait for the rest of a request."""
         numbers = iter(range(first, first + count))
         async with asyncio.TaskGroup() as group:
 
-            async def some() -> None:
+            async def some():
                 for number in numbers:
                     target = self.targets[number % len(self.targets)]
                     sent = hostile(self.seed, number, target.surface)
@@ -166,14 +164,14 @@ class Attack:
             for _ in range(CONNECTIONS):
                 group.create_task(some())
 
-    async def send_named(self) -> None:
+    async def send_named(self):
         """What has been found to hurt some time or other."""
         for target in self.targets:
             if target.surface.model:
                 for sent in named(target.surface, self.key):
                     await self._try_one("named", target, sent, SLOW_S)
 
-    async def send_unfinished(self) -> None:
+    async def send_unfinished(self):
         """Many uploads at once that never end. The target must go on answering others, and take
         bodies of theirs."""
         for target in self.targets:
@@ -188,7 +186,7 @@ class Attack:
             others = replace(self, key=self.other_key or self.key)
             await asyncio.gather(*tries, others._upload_meanwhile(target, path))
 
-    async def _upload_meanwhile(self, target: Target, path: str) -> None:
+    async def _upload_meanwhile(self, target, path):
         """Bodies that are not small, while others upload all that they may."""
         statuses = (200, 400, 404, 422, 429)
         sent = Hostile((request("POST", path, b" " * OTHERS + b"{}"),), statuses=statuses)
@@ -197,7 +195,7 @@ class Attack:
             await asyncio.sleep(UNFINISHED_S / 8)
             await self._try_one(f"other {number}", target, sent, UNFINISHED_S)
 
-    async def send_largest(self) -> None:
+    async def send_largest(self):
         """Bodies as large as a router takes."""
         for name, body in hostile_bodies(RouterSettings().max_body_bytes):
             for target in self.targets:
@@ -205,7 +203,7 @@ class Attack:
                 sent = Hostile((request("POST", path, body),), kind="largest")
                 await self._try_one(f"body {name!r}", target, sent, PATIENCE_S)
 
-    async def _try_one(self, what: str, target: Target, sent: Hostile, patience_s: float) -> None:
+    async def _try_one(self, what, target, sent, patience_s):
         if self.key and sent.kind != NO_KEY:
             sent = replace(sent, parts=tuple(_with_key(part, self.key) for part in sent.parts))
         try:
@@ -220,7 +218,7 @@ class Attack:
             begin = b"".join(sent.parts)[:200]
             self.problems.append(f"{target.name}: {sent.kind}, {what}: {each}; sent {begin!r}")
 
-    def _wrong(self, target: Target, sent: Hostile, answers: list[HostileAnswer]) -> Iterator[str]:
+    def _wrong(self, target, sent, answers):
         if sent.ending in ("read", "half-close") and not answers:
             yield "no answer"
         for answer in answers:
@@ -238,24 +236,24 @@ class Attack:
             if answer.status >= 400 and not answer.message.isprintable():
                 yield f"an error that terminals obey: {shown}"
 
-    def _is_known(self, code: str | None) -> bool:
+    def _is_known(self, code):
         return code in self.codes if self.codes else code is not None
 
 
-def _with_key(part: bytes, key: str) -> bytes:
+def _with_key(part, key):
     """A part of a request with the key among its headers, if that is where it begins."""
     return part.replace(b"\r\nhost: kvroute\r\n", b"\r\nhost: kvroute\r\n" + _bearer(key), 1)
 
 
-def _bearer(key: str) -> bytes:
+def _bearer(key):
     return b"authorization: Bearer %b\r\n" % key.encode()
 
 
 @asynccontextmanager
-async def answering(urls: Sequence[str], problems: list[str]) -> AsyncIterator[None]:
+async def answering(urls, problems):
     """Meanwhile, each of the URLs must answer with 200."""
 
-    async def ask() -> None:
+    async def ask():
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
             for url in itertools.cycle(urls):
                 try:
@@ -275,12 +273,10 @@ async def answering(urls: Sequence[str], problems: list[str]) -> AsyncIterator[N
             await asking
 
 
-async def attack_from(
-    engine: FakeEngine, model: str, door: httpx.AsyncClient, problems: list[str]
-) -> None:
+async def attack_from(engine, model, door, problems):
     """Have the engine answer as none should. It is the only one of `model` behind `door`."""
 
-    async def ask(how: str, *, streams: bool = False) -> tuple[int, str]:
+    async def ask(how, *, streams=False):
         body = {"model": model, "prompt": [1, 2, 3], "user": how, "stream": streams}
         async with door.stream("POST", "/v1/completions", json=body) as answer:
             if how in ENDLESS and answer.status_code == 200:

@@ -1,12 +1,7 @@
 """JSON bodies that a server has to read to the end: drawn from its schema, or valid but extreme."""
 
-from __future__ import annotations
-
 import json
-import random
 import string
-from collections.abc import Mapping
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -60,7 +55,7 @@ _MESSAGE = {
 _MESSAGES = {"type": "array", "items": _MESSAGE}
 
 
-def door_schemas(model: str) -> dict[str, Any]:
+def door_schemas(model):
     """Path -> what the front door takes there, which has no OpenAPI description."""
     common = {
         "stream": {"type": "boolean"},
@@ -92,16 +87,16 @@ def door_schemas(model: str) -> dict[str, Any]:
     }
 
 
-ANYTHING: st.SearchStrategy[Any] = st.recursive(
+ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=6,
 )
 
 
-def drawn(schema: Mapping[str, Any], count: int, seed: int) -> list[bytes]:
+def drawn(schema, count, seed):
     """Up to `count` bodies that hypothesis finds worth trying."""
-    bodies: list[bytes] = []
+    bodies = []
 
     @seeded(seed)
     @settings(
@@ -112,14 +107,14 @@ def drawn(schema: Mapping[str, Any], count: int, seed: int) -> list[bytes]:
         suppress_health_check=list(HealthCheck),
     )
     @given(_objects(schema))
-    def collect(value: Any) -> None:
+    def collect(value):
         bodies.append(json.dumps(value).encode())
 
     collect()
     return bodies
 
 
-def _objects(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+def _objects(schema):
     """Objects with some of the schema's fields; a value in sixteen is of any other type."""
     odds = st.integers(0, 15)
     fields = {
@@ -130,7 +125,7 @@ def _objects(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(required, optional=fields)
 
 
-def _values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+def _values(schema):
     if "anyOf" in schema:
         return st.one_of([_values(option) for option in schema["anyOf"]])
     if "enum" in schema:
@@ -156,7 +151,7 @@ def _values(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     return st.none()
 
 
-def valid_body(rng: random.Random, path: str, model: str = "") -> bytes:
+def valid_body(rng, path, model=""):
     """A body that a server accepts, with values at their limits. model: the front door's; "": it
     is for another part."""
     if model:
@@ -165,7 +160,7 @@ def valid_body(rng: random.Random, path: str, model: str = "") -> bytes:
     tokens = [rng.choice((0, 2**32 - 1, rng.getrandbits(32))) for _ in range(blocks * 16 + 3)]
     if path == "/v1/completions":
         stream = rng.random() < 0.5
-        fields: dict[str, Any] = {"prompt": tokens, "max_tokens": rng.randint(1, 4)}
+        fields = {"prompt": tokens, "max_tokens": rng.randint(1, 4)}
         return json.dumps(fields | {"stream": stream, "stream_interval": 2**62}).encode()
     hashes = [
         rng.choice((-(2**63), 2**64 - 1, "F" * 16, rng.getrandbits(64))) for _ in range(blocks)
@@ -190,9 +185,9 @@ def valid_body(rng: random.Random, path: str, model: str = "") -> bytes:
     return json.dumps(fields).encode()
 
 
-def _for_the_door(rng: random.Random, path: str, model: str) -> bytes:
+def _for_the_door(rng, path, model):
     words = " ".join(rng.choices(("\ud83d\ude00", "<|im_start|>", "x" * 1000, "\0", "word"), k=40))
-    fields: dict[str, Any] = {"model": model, "max_tokens": rng.randint(1, 4)}
+    fields = {"model": model, "max_tokens": rng.randint(1, 4)}
     messages = [{"role": rng.choice(("user", "system")), "content": words} for _ in range(20)]
     match path:
         case "/v1/completions":

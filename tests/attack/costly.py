@@ -1,10 +1,6 @@
 """Bodies that are small, or within all limits, and take long to make sense of."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from typing import Any
 
 from workers.engines.sim.text import WORDS
 
@@ -14,11 +10,11 @@ LONG = "x" * 3_000_000
 _CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def costly(model: str) -> Iterator[tuple[str, str, bytes]]:
+def costly(model):
     """What each one is, and where it is sent."""
     user = [{"role": "user", "content": "x"}]
-    chat: dict[str, Any] = {"model": model, "messages": user, "max_tokens": 1}
-    prompt: dict[str, Any] = {"model": model, "max_tokens": 1}
+    chat = {"model": model, "messages": user, "max_tokens": 1}
+    prompt = {"model": model, "max_tokens": 1}
     for name, schema in _schemas():
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         function = {"name": "f", "parameters": schema}
@@ -64,12 +60,12 @@ def costly(model: str) -> Iterator[tuple[str, str, bytes]]:
         yield name, _CHATS, _dumps(chat | {"messages": messages})
 
 
-def _schemas() -> Iterator[tuple[str, dict[str, Any]]]:
+def _schemas():
     for times in (20, 60):
         steps = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(times)}
         yield f"doubles {times} times", {"$ref": "#/$defs/d0", "$defs": steps}
     yield "itself", {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
-    deep: dict[str, Any] = {}
+    deep = {}
     for _ in range(300):
         deep = {"anyOf": [deep]}
     yield "deep", deep
@@ -78,7 +74,7 @@ def _schemas() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "long arrays", {"type": "array", "minItems": 2000, "items": {"const": "x" * 50_000}}
 
 
-def _texts() -> Iterator[tuple[str, str]]:
+def _texts():
     length = 1_000_000
     for piece in (
         " ",
@@ -97,5 +93,5 @@ def _texts() -> Iterator[tuple[str, str]]:
         yield ascii(piece), piece * (length // len(piece.encode()))
 
 
-def _dumps(body: dict[str, Any]) -> bytes:
+def _dumps(body):
     return json.dumps(body, ensure_ascii=False).encode()

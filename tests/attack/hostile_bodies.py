@@ -1,9 +1,5 @@
 """Bodies that are made to be slow to read, by a router's own paths and at its front door."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 from app.core.settings.router import RouterSettings
 
 BLOCK_SIZE = 16
@@ -34,14 +30,14 @@ REFUSED = {
 """What the refusal of each body that is refused contains."""
 
 
-def _array(name: str, item: bytes, size: int, count: int | None = None) -> bytes:
+def _array(name, item, size, count=None):
     """A field with as many of the item as fit into `size` bytes, at most `count`."""
     fitting = (size - 100) // (len(item) + 1)
     items = b",".join([item] * min(fitting, count or fitting))
     return b'"%b":[%b]' % (name.encode(), items)
 
 
-def hostile_bodies(size: int) -> Iterator[tuple[str, bytes]]:
+def hostile_bodies(size):
     """Names and bodies of up to `size` bytes."""
     slow = b"1.7976931348623157081e-300"
     blocks = min(MAX_TOKENS, size // 4) // BLOCK_SIZE
@@ -79,14 +75,14 @@ def hostile_bodies(size: int) -> Iterator[tuple[str, bytes]]:
         yield name, b"{%b}" % text
 
 
-def hostile_door_bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
+def hostile_door_bodies(size):
     """Names, paths and bodies of about `size` bytes."""
 
-    def member(name: str, item: bytes, begin: bytes = b"[", end: bytes = b"]") -> bytes:
+    def member(name, item, begin=b"[", end=b"]"):
         items = b",".join([item] * (size // (len(item) + 1)))
         return b'"%b":%b%b%b' % (name.encode(), begin, items, end)
 
-    def text(name: str, part: bytes) -> bytes:
+    def text(name, part):
         return b'"%b":"%b"' % (name.encode(), part * (size // len(part)))
 
     small = size // 6 // 100

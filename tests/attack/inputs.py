@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote
 
 from app.door.members import ONLY_ROUTERS
@@ -40,7 +40,7 @@ class Hostile:
     statuses: Collection[int] = ()
 
     @property
-    def may_exclude_all(self) -> bool:
+    def may_exclude_all(self):
         """Whether it may ask for a worker that does not exist."""
         return any(b"exclude" in part for part in self.parts)
 
@@ -57,12 +57,12 @@ class Surface:
     is_worker: bool = False
 
     @property
-    def upload_path(self) -> str:
+    def upload_path(self):
         """Where any key may send a body."""
         return min(path for path in self.bodies if not path.startswith("/console/"))
 
     @classmethod
-    def of_router(cls, openapi: Mapping[str, Any], count: int, seed: int) -> Surface:
+    def of_router(cls, openapi, count, seed):
         paths = openapi["paths"]
         posts = {path: spec["post"] for path, spec in paths.items() if "post" in spec}
         bodies = {
@@ -76,19 +76,17 @@ class Surface:
         )
 
     @classmethod
-    def of_door(cls, model: str, count: int, seed: int, *, is_worker: bool = False) -> Surface:
+    def of_door(cls, model, count, seed, *, is_worker=False):
         bodies = {path: drawn(schema, count, seed) for path, schema in door_schemas(model).items()}
         get = ["/v1/models", f"/v1/models/{model}"]
         return cls(get, bodies, "/v1/models/{}", model, is_worker)
 
     @classmethod
-    def of_worker(cls, count: int, seed: int) -> Surface:
+    def of_worker(cls, count, seed):
         return cls(["/health", "/metrics"], {"/v1/completions": drawn(COMPLETION, count, seed)})
 
 
-def request(
-    method: str, path: bytes | str, body: bytes = b"", headers: bytes = JSON_TYPE + CLOSE
-) -> bytes:
+def request(method, path, body=b"", headers=JSON_TYPE + CLOSE):
     """A whole request; the method, path and headers are sent as they are."""
     target = path if isinstance(path, bytes) else path.encode()
     if body or method == "POST":
@@ -97,32 +95,32 @@ def request(
     return head % (method.encode(), target, headers) + body
 
 
-def _path(rng: random.Random, surface: Surface) -> str:
+def _path(rng, surface):
     return rng.choice(sorted(surface.bodies))
 
 
-def _good(rng: random.Random, surface: Surface, headers: bytes = JSON_TYPE + CLOSE) -> bytes:
+def _good(rng, surface, headers=JSON_TYPE + CLOSE):
     if rng.random() < 0.3:
         return request("GET", rng.choice(surface.get), headers=headers)
     path = _path(rng, surface)
     return request("POST", path, valid_body(rng, path, surface.model), headers)
 
 
-def valid(rng: random.Random, surface: Surface) -> Hostile:
+def valid(rng, surface):
     return Hostile((_good(rng, surface),))
 
 
-def drawn_from_the_schema(rng: random.Random, surface: Surface) -> Hostile:
+def drawn_from_the_schema(rng, surface):
     path = _path(rng, surface)
     return Hostile((request("POST", path, rng.choice(surface.bodies[path])),))
 
 
 @cache
-def _malformed(size: int) -> list[bytes]:
+def _malformed(size):
     return [body for _, body in hostile_bodies(size)]
 
 
-def malformed_json(rng: random.Random, surface: Surface) -> Hostile:
+def malformed_json(rng, surface):
     path = _path(rng, surface)
     body = rng.choice(_malformed(rng.choice((400, 6_000, 100_000))))
     if path == "/v1/completions":
@@ -130,7 +128,7 @@ def malformed_json(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request("POST", path, body),))
 
 
-def damaged_json(rng: random.Random, surface: Surface) -> Hostile:
+def damaged_json(rng, surface):
     path = _path(rng, surface)
     body = bytearray(
         rng.choice((valid_body(rng, path, surface.model), rng.choice(surface.bodies[path])))
@@ -143,7 +141,7 @@ def damaged_json(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request("POST", path, bytes(body)),))
 
 
-def odd_encoding(rng: random.Random, surface: Surface) -> Hostile:
+def odd_encoding(rng, surface):
     path = _path(rng, surface)
     body = valid_body(rng, path, surface.model)
     text = body.decode()
@@ -175,7 +173,7 @@ def odd_encoding(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request("POST", path, body, kind + coding + CLOSE),))
 
 
-def raw_tokens(rng: random.Random, surface: Surface) -> Hostile:
+def raw_tokens(rng, surface):
     names = ("request_id", "policy", "exclude", "reserve", "max_tokens", "stream", "prompt", "x")
     values = ("", "%", "%00", "%ff%fe", "true", "-1", "1e999", "%0a", "[]", "a" * 3000, "3", "\x7f")
     query = "&".join(f"{rng.choice(names)}={rng.choice(values)}" for _ in range(rng.randint(0, 5)))
@@ -183,7 +181,7 @@ def raw_tokens(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request("POST", f"{_path(rng, surface)}?{query}", body, RAW_TYPE + CLOSE),))
 
 
-def flood_of_headers(rng: random.Random, surface: Surface) -> Hostile:
+def flood_of_headers(rng, surface):
     count = rng.choice((90, 1_000, 3_000))
     floods = (
         b"".join(b"x-%d: %b\r\n" % (n, b"v" * rng.choice((0, 90))) for n in range(count)),
@@ -195,7 +193,7 @@ def flood_of_headers(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((_good(rng, surface, rng.choice(floods) + JSON_TYPE + CLOSE),))
 
 
-def bad_headers(rng: random.Random, surface: Surface) -> Hostile:
+def bad_headers(rng, surface):
     lines = (
         b"no colon\r\n",
         b": no name\r\n",
@@ -236,7 +234,7 @@ def bad_headers(rng: random.Random, surface: Surface) -> Hostile:
     )
 
 
-def long_url(rng: random.Random, surface: Surface) -> Hostile:
+def long_url(rng, surface):
     size = rng.choice((8_000, 31_000, 33_000, 120_000, 400_000))
     filler = rng.choice(("a", "/", "%2f", "%", "../", "a&", "&a=1"))
     text = (filler * size)[:size]
@@ -244,7 +242,7 @@ def long_url(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request(rng.choice(("GET", "POST", "DELETE")), path),))
 
 
-def bad_chunks(rng: random.Random, surface: Surface) -> Hostile:
+def bad_chunks(rng, surface):
     path = _path(rng, surface)
     body = valid_body(rng, path, surface.model)
     size = b"%x\r\n" % len(body)
@@ -269,7 +267,7 @@ def bad_chunks(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((head + b"\r\n", rng.choice(framings)), "wait")
 
 
-def _cut(rng: random.Random, surface: Surface) -> tuple[bytes, ...]:
+def _cut(rng, surface):
     whole = _good(rng, surface)
     ends = rng.choice((rng.randrange(len(whole)), whole.index(b"\r\n\r\n") + rng.randint(0, 4)))
     begun = whole[:ends]
@@ -277,29 +275,29 @@ def _cut(rng: random.Random, surface: Surface) -> tuple[bytes, ...]:
     return begun[:middle], begun[middle:]
 
 
-def half_request(rng: random.Random, surface: Surface) -> Hostile:
-    ending: Ending = rng.choice(("hang up", "reset"))
+def half_request(rng, surface):
+    ending = rng.choice(("hang up", "reset"))
     return Hostile(_cut(rng, surface), ending)
 
 
-def stalled_request(rng: random.Random, surface: Surface) -> Hostile:
+def stalled_request(rng, surface):
     return Hostile(_cut(rng, surface), "wait")
 
 
-def early_hang_up(rng: random.Random, surface: Surface) -> Hostile:
-    ending: Ending = rng.choice(("hang up", "reset"))
+def early_hang_up(rng, surface):
+    ending = rng.choice(("hang up", "reset"))
     return Hostile((_good(rng, surface),), ending)
 
 
-def pipelined(rng: random.Random, surface: Surface) -> Hostile:
+def pipelined(rng, surface):
     requests = [_good(rng, surface, JSON_TYPE) for _ in range(rng.randint(1, 20))]
     if rng.random() < 0.3:
         requests.insert(rng.randrange(len(requests)), b"nonsense\r\n\r\n")
-    ending: Ending = rng.choice(("read", "read", "reset"))
+    ending = rng.choice(("read", "read", "reset"))
     return Hostile((b"".join(requests) + _good(rng, surface),), ending)
 
 
-def wrong_method_or_path(rng: random.Random, surface: Surface) -> Hostile:
+def wrong_method_or_path(rng, surface):
     known = rng.choice((*surface.get, *surface.bodies))
     methods = (
         "GET",
@@ -338,7 +336,7 @@ def wrong_method_or_path(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request(method, path),), "wait")
 
 
-def bad_id(rng: random.Random, surface: Surface) -> Hostile:
+def bad_id(rng, surface):
     ids = ("", "%0a", "id%0a", "%00", "%", "%zz", "a b", "a%20b", "..", "%2e%2e%2f", "a/b", "a%2Fb")
     more = (
         "i" * 129,
@@ -356,7 +354,7 @@ def bad_id(rng: random.Random, surface: Surface) -> Hostile:
     return Hostile((request(method, path + ending),))
 
 
-def not_http(rng: random.Random, _: Surface) -> Hostile:
+def not_http(rng, _):
     texts = (
         b"",
         b"\r\n" * 50_000,
@@ -374,7 +372,7 @@ def not_http(rng: random.Random, _: Surface) -> Hostile:
     return Hostile((rng.choice(texts),), rng.choice(("hang up", "reset", "wait")))
 
 
-KINDS: Mapping[Callable[[random.Random, Surface], Hostile], int] = {
+KINDS = {
     valid: 10,
     drawn_from_the_schema: 20,
     malformed_json: 10,
@@ -396,7 +394,7 @@ KINDS: Mapping[Callable[[random.Random, Surface], Hostile], int] = {
 """How often each kind comes, against the others."""
 
 
-def hostile(seed: int, number: int, surface: Surface) -> Hostile:
+def hostile(seed, number, surface):
     """The input of that number."""
     rng = random.Random(f"{seed} {number}")
     [make] = rng.choices(list(KINDS), list(KINDS.values()))
@@ -409,15 +407,15 @@ _MANY = 100_000
 _REFUSED = (400, 422)
 
 
-def named(surface: Surface, key: str) -> Iterator[Hostile]:
+def named(surface, key):
     """What has hurt a front door, or could: whether it still does is looked at each time."""
     model = surface.model
     chat, old = "/v1/chat/completions", "/v1/completions"
     messages = [{"role": "user", "content": "x"}]
-    fields: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 1}
+    fields = {"model": model, "messages": messages, "max_tokens": 1}
     text = json.dumps(fields).encode()
 
-    def deep(name: str) -> bytes:
+    def deep(name):
         nested = b"[" * 900 + b"]" * 900
         return json.dumps(fields | {name: "*"}).encode().replace(b'"*"', nested)
 
@@ -473,7 +471,7 @@ def named(surface: Surface, key: str) -> Iterator[Hostile]:
             yield Hostile((sent,), kind=NO_KEY, statuses=(400, 401, 404))
 
 
-def _whole(path: str, text: bytes) -> Iterator[Hostile]:
+def _whole(path, text):
     """Valid requests, sent in ways that few clients have."""
     sent = request("POST", path, text)
     # HAProxy answers 400 itself.
@@ -487,7 +485,7 @@ def _whole(path: str, text: bytes) -> Iterator[Hostile]:
         yield Hostile((sent,), kind="a header that engines obey", statuses=_ANSWERED)
 
 
-def _of_routers(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
+def _of_routers(path, fields):
     """What only a router may say to a worker."""
     for name in ONLY_ROUTERS:
         for each in (path, "/tokenize"):
@@ -498,7 +496,7 @@ def _of_routers(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
         yield Hostile((sent,), kind=f"hidden in {name}", statuses=_REFUSED)
 
 
-def _unprintable(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
+def _unprintable(path, fields):
     """What changes terminals that it is shown on, in all that is repeated in answers and logs."""
     text = "\x1b[2J\x9b2J\u202e\u2066\u2028\ud800 "
     for name in ("model", "user", "tool_choice", "stop", "n", text):
@@ -514,7 +512,7 @@ def _unprintable(path: str, fields: Mapping[str, Any]) -> Iterator[Hostile]:
             yield Hostile((request("GET", each + spelled, headers=CLOSE),), kind="unprintable")
 
 
-def _of_other_pages() -> Iterator[Hostile]:
+def _of_other_pages():
     """What a browser sends for a page of another origin, and forms can."""
     elsewhere = b"origin: https://elsewhere.example\r\n"
     ways = (

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -41,7 +40,7 @@ class KvPort:
     problems: list[str] = field(default_factory=list)
     num_sent: int = 0
 
-    async def attack(self, count: int) -> None:
+    async def attack(self, count):
         """Send `count` frames, and meanwhile ask as a worker would."""
         async with self._answering():
             await self._send_frames(count)
@@ -49,11 +48,11 @@ class KvPort:
                 await self._hold_many(begun)
             await self._trickle()
 
-    async def asked(self) -> bytes:
+    async def asked(self):
         """What a worker that asks for what is not kept is told. Raises OSError, TimeoutError."""
         return await self._told(_asking(UNKNOWN, self.key))
 
-    async def _told(self, sent: bytes, *, resets: bool = False) -> bytes:
+    async def _told(self, sent, *, resets=False):
         async with asyncio.timeout(PATIENCE_S):
             reader, writer = await asyncio.open_connection(self.host, self.port)
             try:
@@ -61,7 +60,7 @@ class KvPort:
                     writer.write(sent)
                     await writer.drain()
                     if resets:
-                        raw: socket.socket = writer.get_extra_info("socket")
+                        raw = writer.get_extra_info("socket")
                         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                         return b""
                     writer.write_eof()
@@ -71,10 +70,10 @@ class KvPort:
                 writer.close()
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
+    async def _answering(self):
         """Meanwhile, whoever asks must be told that nothing is kept, or that its key is wrong."""
 
-        async def ask() -> None:
+        async def ask():
             while True:
                 try:
                     async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -93,10 +92,10 @@ class KvPort:
             with suppress(asyncio.CancelledError):
                 await asking
 
-    async def _send_frames(self, count: int) -> None:
+    async def _send_frames(self, count):
         frames = iter([frame_of(self.seed, number) for number in range(count)])
 
-        async def some() -> None:
+        async def some():
             for frame in frames:
                 self.num_sent += 1
                 try:
@@ -111,7 +110,7 @@ class KvPort:
             for _ in range(CONNECTIONS):
                 group.create_task(some())
 
-    async def _hold_many(self, begun: bytes) -> None:
+    async def _hold_many(self, begun):
         """More connections than there are places, none of which asks for anything."""
         async with AsyncExitStack() as stack:
             for _ in range(IDLE):
@@ -122,10 +121,10 @@ class KvPort:
             for _ in range(5):
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _trickle(self) -> None:
+    async def _trickle(self):
         """A byte now and then, over as many connections as could send: they are to be closed."""
 
-        async def one() -> None:
+        async def one():
             reader, writer = await asyncio.open_connection(self.host, self.port)
             try:
                 writer.write((MAX_FRAME_BYTES).to_bytes(4, "little"))
@@ -145,59 +144,59 @@ class KvPort:
         await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
 
 
-def frame_of(seed: int, number: int) -> bytes:
+def frame_of(seed, number):
     """What one connection sends."""
     rng = random.Random(f"{seed} {number}")
     kinds = list(_FRAMES)
     return kinds[number % len(kinds)](rng) if number < 4 * len(kinds) else rng.choice(kinds)(rng)
 
 
-def _framed(body: bytes, length: int | None = None) -> bytes:
+def _framed(body, length=None):
     return (len(body) if length is None else length).to_bytes(4, "little") + body
 
 
-def _asking(transfer_id: str, key: str, blocks: int = 1) -> bytes:
+def _asking(transfer_id, key, blocks=1):
     return wanted_frame(BlocksRequest(transfer_id, [bytes(IDENTITY_BYTES)] * blocks, KIND), key)
 
 
-def _with(**fields: object) -> bytes:
+def _with(**fields):
     asked = {"version": VERSION, "transfer_id": UNKNOWN, "num_blocks": 1, "kind": KIND, "proof": ""}
     return _framed(json.dumps(asked | fields).encode())
 
 
-def _odd_values(rng: random.Random) -> bytes:
+def _odd_values(rng):
     name = rng.choice(("version", "transfer_id", "num_blocks", "kind", "proof", "more"))
-    values: tuple[object, ...] = (
+    values = (
         *(None, True, -1, 2**63, 1e308, "", "x" * 3000, "\x1b[2J\n\u202e", "\ud800", [], {}),
         *([[]], {"a": {"b": []}}, {"": "x" * 3000}, {"model": 1}, [0] * 1000),
     )
     return _with(**{name: rng.choice(values)})
 
 
-def _damaged(rng: random.Random) -> bytes:
+def _damaged(rng):
     frame = bytearray(_asking(UNKNOWN, "", rng.choice((0, 1, 9))))
     for _ in range(rng.randint(1, 4)):
         frame[rng.randrange(len(frame))] = rng.randrange(256)
     return bytes(frame)
 
 
-def _nested(rng: random.Random) -> bytes:
+def _nested(rng):
     depth = rng.choice((10, 1000, 2000))
     opens, closes = rng.choice(((b"[", b"]"), (b'{"a":', b"}")))
     return _framed(opens * depth + closes * depth)
 
 
-def _too_long(rng: random.Random) -> bytes:
+def _too_long(rng):
     body = rng.choice((b"[{}" + b",{}" * 100_000 + b"]", b'"' + b"x" * 4_000_000 + b'"', b""))
     return _framed(body, rng.choice((None, 2**32 - 1, MAX_FRAME_BYTES + 1)))
 
 
-def _unfinished(rng: random.Random) -> bytes:
+def _unfinished(rng):
     frame = _asking(UNKNOWN, "", 100)
     return frame[: rng.randrange(len(frame))]
 
 
-_FRAMES: tuple[Callable[[random.Random], bytes], ...] = (
+_FRAMES = (
     _odd_values,
     _damaged,
     _nested,

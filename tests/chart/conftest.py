@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import pytest
 
-from tests.chart.installed import INSTALLED, Installed
+from tests.chart.installed import INSTALLED
 from tests.chart.rendering import EXAMPLES
 
 
 @pytest.fixture(params=EXAMPLES)
-def installed(request: pytest.FixtureRequest) -> Installed:
+def installed(request):
     return INSTALLED[request.param]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,27 +21,27 @@ class Installed:
     resources: list[dict[str, Any]]
     pods: dict[str, dict[str, Any]]
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind):
         return [resource for resource in self.resources if resource["kind"] == kind]
 
-    def containers(self) -> Iterator[dict[str, Any]]:
+    def containers(self):
         for pod in self.pods.values():
             yield from pod["spec"]["containers"]
 
-    def engines(self) -> set[str]:
+    def engines(self):
         return {name for name, pod in self.pods.items() if POOL in pod["metadata"]["labels"]}
 
-    def downloads(self) -> bool:
+    def downloads(self):
         """Whether routers fetch a tokenizer."""
         pod = self.pods["router"]["spec"]
         return any("tokenizer.sh" in str(each) for each in pod.get("initContainers", []))
 
-    def ports(self, part: str) -> set[int]:
+    def ports(self, part):
         containers = self.pods[part]["spec"]["containers"]
         return {port["containerPort"] for one in containers for port in one["ports"]}
 
 
-def _installed(example: str) -> Installed:
+def _installed(example):
     resources = list(yaml.load_all(golden(example).read_text(), yaml.CSafeLoader))
     deployments = [each for each in resources if each["kind"] == "Deployment"]
     return Installed(
@@ -58,6 +57,6 @@ def _installed(example: str) -> Installed:
 INSTALLED = {example: _installed(example) for example in EXAMPLES}
 
 
-def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+def selects(selector, labels):
     assert selector.keys() <= {"matchLabels"}
     return bool(selector.get("matchLabels", {}).items() <= labels.items())

@@ -3,12 +3,9 @@
 python -m tests.chart.rendering writes these anew. Needs what `make test-chart` installs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,21 +19,21 @@ ALERTS = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
 TIMEOUT_S = 60
 
 
-def golden(example: str) -> Path:
+def golden(example):
     return Path(__file__).parent / f"golden/{example}.yaml"
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+def helm(*arguments):
     command = [TOOLS / "helm", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
-def template(*arguments: str) -> subprocess.CompletedProcess[str]:
+def template(*arguments):
     """The chart, installed under the name kvroute into the namespace default."""
     return helm("template", "kvroute", str(CHART), *arguments)
 
 
-def rendered(example: str) -> str:
+def rendered(example):
     """With an example's values. Raises RuntimeError if helm refuses."""
     done = template("--values", str(CHART / f"examples/{example}.yaml"))
     if done.returncode:
@@ -44,7 +41,7 @@ def rendered(example: str) -> str:
     return done.stdout
 
 
-def comparable(manifests: str) -> str:
+def comparable(manifests):
     """Without what is random, and with the names of the files of deploy/ in place of their text."""
     resources = [resource for resource in yaml.safe_load_all(manifests) if resource]
     for resource in resources:
@@ -52,7 +49,7 @@ def comparable(manifests: str) -> str:
     return yaml.safe_dump_all(resources, sort_keys=False, width=1000)
 
 
-def _shorten(resource: dict[str, Any]) -> None:
+def _shorten(resource):
     if resource["kind"] == "Secret":
         resource["data"] = dict.fromkeys(resource["data"], "random")
     if resource["kind"] == "ConfigMap":

@@ -1,14 +1,10 @@
 """Resources that are none of Kubernetes' own, against the types of those who define them:
 `make test-chart`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -32,7 +28,7 @@ FLAGS = ("--noEmit", "--strict", "--skipLibCheck", "--pretty", "false")
 MODULES = ("--module", "nodenext", "--moduleResolution", "nodenext", "--target", "es2022")
 
 
-def custom() -> Iterator[dict[str, Any]]:
+def custom():
     """Those of all examples."""
     for example in EXAMPLES:
         for each in yaml.safe_load_all(rendered(example)):
@@ -40,7 +36,7 @@ def custom() -> Iterator[dict[str, Any]]:
                 yield each
 
 
-def wrong(resources: list[dict[str, Any]], folder: Path) -> dict[int, str]:
+def wrong(resources, folder):
     """What the compiler finds wrong with which of them."""
     (folder / "node_modules").symlink_to(TOOLS.parent / "node_modules")
     (folder / "package.json").write_text('{"type": "module"}')
@@ -59,13 +55,13 @@ def wrong(resources: list[dict[str, Any]], folder: Path) -> dict[int, str]:
     return {int(line) - 1 - len(TYPES): text for line, text in said}
 
 
-def test_each_field_is_one_that_its_definition_has(tmp_path: Path) -> None:
+def test_each_field_is_one_that_its_definition_has(tmp_path):
     resources = [*custom()]
     assert {each["kind"] for each in resources} == TYPES.keys()
     assert wrong(resources, tmp_path) == {}
 
 
-def test_a_field_that_is_misspelt_is_found(tmp_path: Path) -> None:
+def test_a_field_that_is_misspelt_is_found(tmp_path):
     resources = [*{each["kind"]: each for each in custom()}.values()]
     for each in resources:
         name = next(iter(each["spec"]))

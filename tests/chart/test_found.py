@@ -1,18 +1,15 @@
 """Engines that run already: of the pods that others make, agents take those that listen, and these
 are what routers and agents may reach. engines/ has pods as their controllers label them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from app.cli import main
 from app.core.settings.agent import EngineAgentSettings
-from tests.chart.installed import INSTALLED, Installed
+from tests.chart.installed import INSTALLED
 from tests.chart.rendering import TOOLS
 from tests.chart.test_manifests import environment
 from workers.discovery.kubernetes import engine_of
@@ -21,7 +18,7 @@ FOLDER = Path(__file__).parent / "engines"
 KINDS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def pods(kind: str) -> list[dict[str, Any]]:
+def pods(kind):
     """As the API has them, with where each listens, if it is an engine."""
     told = yaml.safe_load((FOLDER / f"{kind}.yaml").read_text())
     return [
@@ -42,12 +39,12 @@ def pods(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def variables(found: Installed) -> dict[str, str]:
+def variables(found):
     [agent] = found.pods["agent"]["spec"]["containers"]
     return {name: entry.get("value", "") for name, entry in environment(agent).items()}
 
 
-def selected(found: Installed, kind: str) -> list[dict[str, Any]]:
+def selected(found, kind):
     """The pods that agents are told of."""
     given = variables(found)
     labels = dict(text.split("=") for text in given["KVROUTE_KUBERNETES_SELECTOR"].split(","))
@@ -61,7 +58,7 @@ def selected(found: Installed, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_the_pods_that_others_make_those_that_listen_are_engines(kind: str) -> None:
+def test_of_the_pods_that_others_make_those_that_listen_are_engines(kind):
     found = INSTALLED[kind]
     process = EngineAgentSettings(port_name=variables(found)["KVROUTE_PORT_NAME"])
     engines = [engine_of(pod, process) for pod in selected(found, kind)]
@@ -70,7 +67,7 @@ def test_of_the_pods_that_others_make_those_that_listen_are_engines(kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_made_for_engines_that_run(kind: str) -> None:
+def test_nothing_is_made_for_engines_that_run(kind):
     found = INSTALLED[kind]
     assert found.pods.keys() == {"router", "agent", "redis"}
     names = {each["metadata"]["name"] for each in found.of_kind("NetworkPolicy")}
@@ -78,7 +75,7 @@ def test_nothing_is_made_for_engines_that_run(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_agents_and_routers_may_reach_engines_and_agents_may_list_them(kind: str) -> None:
+def test_agents_and_routers_may_reach_engines_and_agents_may_list_them(kind):
     found = INSTALLED[kind]
     given = variables(found)
     namespaces = given.get("KVROUTE_KUBERNETES_NAMESPACE", "").split(",")
@@ -114,7 +111,7 @@ def test_agents_and_routers_may_reach_engines_and_agents_may_list_them(kind: str
         assert (len(open_ports) > 1) == listens
 
 
-def test_routers_and_agents_send_the_key_that_engines_ask_for() -> None:
+def test_routers_and_agents_send_the_key_that_engines_ask_for():
     found = INSTALLED["production-stack"]
     secret = {"name": "vllm-secrets", "key": "vllmApiKey"}
     for part, name in (("router", "KVROUTE_WORKER_KEY"), ("agent", "KVROUTE_ENGINE_API_KEY")):
@@ -122,16 +119,16 @@ def test_routers_and_agents_send_the_key_that_engines_ask_for() -> None:
         assert environment(container)[name]["valueFrom"]["secretKeyRef"] == secret
 
 
-def test_the_kinds_of_engines_are_those_of_the_agent() -> None:
+def test_the_kinds_of_engines_are_those_of_the_agent():
     kinds = {kind: variables(INSTALLED[kind]).get("KVROUTE_ENGINE_KIND") for kind in KINDS}
     assert kinds == {"kserve": None, "lws": "sglang", "production-stack": "vllm", "ray": "openai"}
     [option] = [o for o in main.commands["agent"].params if o.name == "engine_kind"]
-    assert {kind for kind in kinds.values() if kind} <= set(option.type.choices)  # type: ignore[attr-defined]
+    assert {kind for kind in kinds.values() if kind} <= set(option.type.choices)
 
 
 @pytest.mark.chart
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_pods_are_pods(kind: str, tmp_path: Path) -> None:
+def test_the_pods_are_pods(kind, tmp_path):
     file = tmp_path / "pods.yaml"
     for pod in pods(kind):
         del pod["listens"]

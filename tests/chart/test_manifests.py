@@ -1,9 +1,6 @@
 """Each part of the chart gets what it reads, and may do no more than it needs."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import promql_parser
 import pytest
@@ -12,7 +9,7 @@ from app.cli import main
 from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.planner.metrics import PlannerMetrics
-from tests.chart.installed import INSTALLED, Installed, selects
+from tests.chart.installed import INSTALLED, selects
 from tests.chart.rendering import golden
 from workers.discovery.kubernetes import engine_of
 
@@ -21,11 +18,11 @@ OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}
 """What a container has for others of its variables, or for a library."""
 
 
-def environment(container: dict[str, Any]) -> dict[str, Any]:
+def environment(container):
     return {entry["name"]: entry for entry in container["env"]}
 
 
-def test_each_part_reads_the_variables_and_the_flags_that_it_is_given(installed: Installed) -> None:
+def test_each_part_reads_the_variables_and_the_flags_that_it_is_given(installed):
     for container in installed.containers():
         if (part := container["name"]) not in OURS:
             continue
@@ -38,7 +35,7 @@ def test_each_part_reads_the_variables_and_the_flags_that_it_is_given(installed:
         assert {flag.split("=")[0] for flag in flags} <= options
 
 
-def test_routers_and_workers_ask_for_keys(installed: Installed) -> None:
+def test_routers_and_workers_ask_for_keys(installed):
     of_routers = {"KVROUTE_API_KEY", "KVROUTE_WORKER_KEY", "KVROUTE_METRICS_KEY"}
     asked = {
         "router": of_routers,
@@ -57,7 +54,7 @@ def test_routers_and_workers_ask_for_keys(installed: Installed) -> None:
     assert "NO_AUTH" not in golden(installed.example).read_text()
 
 
-def test_parts_log_in_to_redis_as_their_own_user(installed: Installed) -> None:
+def test_parts_log_in_to_redis_as_their_own_user(installed):
     users = dict.fromkeys(("router", "picker", "planner"), "router")
     users |= dict.fromkeys(("worker", "agent"), "worker")
     for container in installed.containers():
@@ -71,7 +68,7 @@ def test_parts_log_in_to_redis_as_their_own_user(installed: Installed) -> None:
             assert url == f"redis://kvroute-{user}:$(REDIS_PASSWORD)@kvroute-redis:6379/0"
 
 
-def test_secrets_are_made_where_none_are_named(installed: Installed) -> None:
+def test_secrets_are_made_where_none_are_named(installed):
     made = {each["metadata"]["name"]: set(each["data"]) for each in installed.of_kind("Secret")}
     keys = {"kvroute-keys": {"api", "worker", "metrics"}}
     redis = {"kvroute-redis": {"router", "worker", "operator"}}
@@ -79,7 +76,7 @@ def test_secrets_are_made_where_none_are_named(installed: Installed) -> None:
     assert made == expected.get(installed.example, keys | redis)
 
 
-def test_a_pod_can_do_no_more_than_it_needs(installed: Installed) -> None:
+def test_a_pod_can_do_no_more_than_it_needs(installed):
     for part, template in installed.pods.items():
         pod = template["spec"]
         account = pod.get("serviceAccountName", "")
@@ -105,7 +102,7 @@ def test_a_pod_can_do_no_more_than_it_needs(installed: Installed) -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_every_container_has_probes_and_a_start_has_time(installed: Installed) -> None:
+def test_every_container_has_probes_and_a_start_has_time(installed):
     for container in installed.containers():
         ports = {port["name"] for port in container["ports"]}
         for probe in ("startupProbe", "livenessProbe"):
@@ -115,9 +112,7 @@ def test_every_container_has_probes_and_a_start_has_time(installed: Installed) -
         assert ready or container["name"] == "vllm"  # Its agent says for both whether it is ready.
 
 
-def test_a_roll_out_takes_no_router_away_first_and_a_drain_one_pod_at_a_time(
-    installed: Installed,
-) -> None:
+def test_a_roll_out_takes_no_router_away_first_and_a_drain_one_pod_at_a_time(installed):
     deployments = {
         each["metadata"]["name"]: each["spec"] for each in installed.of_kind("Deployment")
     }
@@ -136,7 +131,7 @@ def test_a_roll_out_takes_no_router_away_first_and_a_drain_one_pod_at_a_time(
             assert selects(spread["labelSelector"], labels)
 
 
-def test_replicas_are_left_to_what_scales(installed: Installed) -> None:
+def test_replicas_are_left_to_what_scales(installed):
     fixed = {
         each["metadata"]["name"].removeprefix("kvroute-")
         for each in installed.of_kind("Deployment")
@@ -154,7 +149,7 @@ def test_replicas_are_left_to_what_scales(installed: Installed) -> None:
         assert targets == scaled
 
 
-def test_the_planner_may_do_what_its_connector_does_to_the_pools_alone() -> None:
+def test_the_planner_may_do_what_its_connector_does_to_the_pools_alone():
     split = INSTALLED["split"]
     [role], [account], [binding] = (
         split.of_kind(kind) for kind in ("Role", "ServiceAccount", "RoleBinding")
@@ -172,7 +167,7 @@ def test_the_planner_may_do_what_its_connector_does_to_the_pools_alone() -> None
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "kvroute-planner"}]
 
 
-def test_keda_asks_for_what_planners_propose() -> None:
+def test_keda_asks_for_what_planners_propose():
     ha = INSTALLED["ha"]
     [scaled] = ha.of_kind("ScaledObject")
     [trigger] = scaled["spec"]["triggers"]
@@ -187,7 +182,7 @@ def test_keda_asks_for_what_planners_propose() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_an_agent_of_a_split_fleet_has_the_role_of_its_pool(role: Role) -> None:
+def test_an_agent_of_a_split_fleet_has_the_role_of_its_pool(role):
     containers = INSTALLED["split"].pods[role]["spec"]["containers"]
     engine, agent = sorted(containers, key=lambda each: each["name"] == "agent")
     given = environment(agent)
@@ -199,7 +194,7 @@ def test_an_agent_of_a_split_fleet_has_the_role_of_its_pool(role: Role) -> None:
     assert environment(router)["KVROUTE_KV_LEASE_S"] == given["KVROUTE_KV_LEASE_S"]
 
 
-def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines() -> None:
+def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines():
     discovery = INSTALLED["discovery"]
     [role], [account], [binding] = (
         discovery.of_kind(kind) for kind in ("Role", "ServiceAccount", "RoleBinding")
@@ -233,7 +228,7 @@ def test_agents_that_discover_may_only_see_pods_and_look_for_those_of_engines() 
         assert told.settings.engine_url == "http://10.0.0.1:8000"
 
 
-def test_a_gateway_is_told_who_picks_among_which_pods() -> None:
+def test_a_gateway_is_told_who_picks_among_which_pods():
     gateway = INSTALLED["gateway"]
     [pool], [route] = gateway.of_kind("InferencePool"), gateway.of_kind("HTTPRoute")
     asked = pool["spec"]["endpointPickerRef"]
@@ -262,9 +257,7 @@ def test_a_gateway_is_told_who_picks_among_which_pods() -> None:
 
 
 @pytest.mark.parametrize("example", ["ha", "split", "discovery"])
-def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_asked_for(
-    example: str,
-) -> None:
+def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_asked_for(example):
     installed, seen = INSTALLED[example], set()
     for monitor in installed.of_kind("PodMonitor"):
         [endpoint] = monitor["spec"]["podMetricsEndpoints"]
@@ -286,7 +279,7 @@ def test_monitors_name_pods_and_ports_that_there_are_and_a_key_where_one_is_aske
     assert seen == {"router", "agent", "planner"} & {"agent", *installed.pods}
 
 
-def test_alerts_and_dashboard_are_those_of_deploy() -> None:
+def test_alerts_and_dashboard_are_those_of_deploy():
     [rule] = INSTALLED["ha"].of_kind("PrometheusRule")
     assert rule["spec"] == "deploy/alerts.yaml"
     files = {
@@ -299,7 +292,7 @@ def test_alerts_and_dashboard_are_those_of_deploy() -> None:
     assert users["data"] == {"users.acl": "deploy/users.acl", "redis.sh": "deploy/redis.sh"}
 
 
-def test_who_answers_late_is_not_killed(installed: Installed) -> None:
+def test_who_answers_late_is_not_killed(installed):
     for container in installed.containers():
         for name in ("livenessProbe", "readinessProbe"):
             probe = container.get(name, {})

@@ -1,10 +1,8 @@
 """NetworkPolicies let the parts connect as they do."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
-from tests.chart.installed import Installed, selects
+from tests.chart.installed import selects
 
 ELSEWHERE = {53, 80, 443, 4318, 6379, 6443, 26379}
 """Ports of what is no part of the chart: more than are needed, to see that they are closed."""
@@ -14,7 +12,7 @@ SSH = 22
 """A port that nobody needs."""
 
 
-def connections(installed: Installed) -> set[tuple[str, str, int]]:
+def connections(installed):
     """(from, to, port) of each that the parts make; client: any pod of theirs, Prometheus too."""
     parts, engines = installed.pods.keys(), installed.engines()
     redis = [6379, 26379] if installed.example == "ha" else [6379]
@@ -48,7 +46,7 @@ def connections(installed: Installed) -> set[tuple[str, str, int]]:
     return made
 
 
-def lets(installed: Installed, way: str, pod: str, peer: str, port: int) -> bool:
+def lets(installed, way, pod, peer, port):
     """Whether the policies of `pod` let it talk with `peer`. way: Ingress or Egress."""
     policies = [
         policy["spec"]
@@ -74,9 +72,7 @@ def lets(installed: Installed, way: str, pod: str, peer: str, port: int) -> bool
     )
 
 
-def test_policies_let_the_parts_connect_to_each_other_as_they_do_and_in_no_other_way(
-    installed: Installed,
-) -> None:
+def test_policies_let_the_parts_connect_to_each_other_as_they_do_and_in_no_other_way(installed):
     parts = installed.pods.keys()
     ports = {part: installed.ports(part) | {SSH} for part in parts} | {"elsewhere": ELSEWHERE}
     for engine in installed.engines():

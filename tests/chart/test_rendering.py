@@ -1,9 +1,6 @@
 """The chart as the real helm renders it: `make test-chart`."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -26,7 +23,7 @@ VERSIONS = ("1.27", "1.37")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_renders_as_is_committed(example: str) -> None:
+def test_an_example_renders_as_is_committed(example):
     assert comparable(rendered(example)) == golden(example).read_text(), (
         "run python -m tests.chart.rendering"
     )
@@ -34,7 +31,7 @@ def test_an_example_renders_as_is_committed(example: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_kubernetes_knows_each_field_of_it(example: str, version: str, tmp_path: Path) -> None:
+def test_kubernetes_knows_each_field_of_it(example, version, tmp_path):
     manifests = tmp_path / "manifests.yaml"
     manifests.write_text(rendered(example))
     command = [TOOLS / "kubernetes-validate", "--strict", "-k", version, manifests]
@@ -42,12 +39,12 @@ def test_kubernetes_knows_each_field_of_it(example: str, version: str, tmp_path:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_oldest_version_is_the_one_that_the_chart_names() -> None:
+def test_the_oldest_version_is_the_one_that_the_chart_names():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["kubeVersion"] == f">={VERSIONS[0]}.0-0"
 
 
-def test_helm_finds_nothing_wrong_with_it() -> None:
+def test_helm_finds_nothing_wrong_with_it():
     linted = helm("lint", "--strict", str(CHART))
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
@@ -84,7 +81,7 @@ def test_helm_finds_nothing_wrong_with_it() -> None:
         ("gateway.failureMode=Open", "at '/gateway/failureMode': value must be one of"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(given: str, why: str) -> None:
+def test_what_is_not_known_is_refused_by_name(given, why):
     refused = template("--set", given)
     assert refused.returncode != 0
     assert why in refused.stderr
@@ -99,7 +96,7 @@ def test_what_is_not_known_is_refused_by_name(given: str, why: str) -> None:
         ([("a", "both"), ("b", "decode")], "planner.enabled: engines.pools must be one"),
     ],
 )
-def test_pools_that_cannot_be_are_refused(pools: list[tuple[str, str]], why: str) -> None:
+def test_pools_that_cannot_be_are_refused(pools, why):
     given = ["planner.enabled=true", "model=m"]
     for index, (name, role) in enumerate(pools):
         pool = {"name": name, "role": role, "replicas": 1}
@@ -109,7 +106,7 @@ def test_pools_that_cannot_be_are_refused(pools: list[tuple[str, str]], why: str
     assert why in refused.stderr
 
 
-def test_a_revision_is_weighed_and_sized_by_values_alone() -> None:
+def test_a_revision_is_weighed_and_sized_by_values_alone():
     values = ("--values", str(CHART / "examples/canary.yaml"))
     given = "namespaceWeights.next=5,planner.enabled=true"
     made = [each for each in yaml.safe_load_all(template(*values, "--set", given).stdout) if each]
@@ -133,21 +130,21 @@ def test_a_revision_is_weighed_and_sized_by_values_alone() -> None:
         ("agent.discovery=true", "engines.pools: namespace next: agent.discovery follows those of"),
     ],
 )
-def test_a_revision_that_would_get_nothing_is_refused(given: str, why: str) -> None:
+def test_a_revision_that_would_get_nothing_is_refused(given, why):
     refused = template("--values", str(CHART / "examples/canary.yaml"), "--set-json", given)
     assert refused.returncode != 0
     assert why in refused.stderr
 
 
 @pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])
-def test_what_a_gateway_does_without_pickers_is_a_value(mode: str) -> None:
+def test_what_a_gateway_does_without_pickers_is_a_value(mode):
     given = f"gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.failureMode={mode}"
     pools = (each for each in yaml.safe_load_all(template("--set", given).stdout) if each)
     [pool] = [each for each in pools if each["kind"] == "InferencePool"]
     assert pool["spec"]["endpointPickerRef"]["failureMode"] == mode
 
 
-def test_a_gateway_and_pools_that_split_prompts_are_refused() -> None:
+def test_a_gateway_and_pools_that_split_prompts_are_refused():
     values = str(CHART / "examples/split.yaml")
     given = "gateway.enabled=true,gateway.parentRefs[0].name=g"
     refused = template("--values", values, "--set", given)
@@ -155,7 +152,7 @@ def test_a_gateway_and_pools_that_split_prompts_are_refused() -> None:
     assert "gateway.enabled: a gateway sends each request to one engine" in refused.stderr
 
 
-def test_the_chart_that_is_packed_has_the_files_of_deploy(tmp_path: Path) -> None:
+def test_the_chart_that_is_packed_has_the_files_of_deploy(tmp_path):
     assert helm("package", str(CHART), "--destination", str(tmp_path)).returncode == 0
     [packed] = tmp_path.iterdir()
     done = helm("template", "kvroute", str(packed))

@@ -2,8 +2,6 @@
 docs/kubernetes.md, spread requests over two revisions, and serve several models whose engines are
 found in pods."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -11,11 +9,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import httpx
 from aiohttp import web
@@ -34,12 +29,12 @@ from tests.workers.discovery.api_server import api_server, pod
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 
 
-def container(part: str, example: str = "default") -> dict[str, Any]:
+def container(part, example="default"):
     """The last one of the pods of `part`: where there are two, the agent."""
     return dict(INSTALLED[example].pods[part]["spec"]["containers"][-1])
 
 
-def environment(told: dict[str, Any], redis_port: int, port: int) -> dict[str, str]:
+def environment(told, redis_port, port):
     """As Kubernetes would make it, on this machine. Of Secrets, each value is its own name."""
     made = {"KVROUTE_PORT": str(port)}
     for entry in told["env"]:
@@ -56,7 +51,7 @@ def environment(told: dict[str, Any], redis_port: int, port: int) -> dict[str, s
 
 
 @contextmanager
-def redis(port: int, folder: Path) -> Iterator[None]:
+def redis(port, folder):
     (folder / "redis-server").symlink_to(require_redis(default_kind()))
     told = container("redis")
     command = [
@@ -80,7 +75,7 @@ def redis(port: int, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def started(part: str, redis_port: int, example: str = "default", **more: str) -> Iterator[str]:
+def started(part, redis_port, example="default", **more):
     """The URL of a part of ours; in place of an engine and its agent, a simulated worker. more:
     variables that are other than the chart's; "": none."""
     told = container(part, example)
@@ -95,7 +90,7 @@ def started(part: str, redis_port: int, example: str = "default", **more: str) -
         process.end()
 
 
-async def test_the_curl_of_the_page_is_answered(tmp_path: Path) -> None:
+async def test_the_curl_of_the_page_is_answered(tmp_path):
     [body] = re.findall(r"-d '(\{.*?\})'", PAGE)
     [(secret, key)] = re.findall(r"get secret (\S+) -o jsonpath='\{\.data\.(\w+)\}'", PAGE)
     port = free_port()
@@ -113,9 +108,7 @@ async def test_the_curl_of_the_page_is_answered(tmp_path: Path) -> None:
             assert refused.status_code == 401
 
 
-async def test_a_tokenizer_that_cannot_be_fetched_leaves_a_router_that_serves_and_says_so(
-    tmp_path: Path,
-) -> None:
+async def test_a_tokenizer_that_cannot_be_fetched_leaves_a_router_that_serves_and_says_so(tmp_path):
     [fetching] = INSTALLED["split"].pods["router"]["spec"]["initContainers"]
     model, folder = "70b-4xh100", tmp_path / "tokenizer"
     folder.mkdir()
@@ -137,7 +130,7 @@ async def test_a_tokenizer_that_cannot_be_fetched_leaves_a_router_that_serves_an
         headers = {"Authorization": "Bearer kvroute-keys-api"}
         async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
 
-            async def missing() -> str:
+            async def missing():
                 asks = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
                 answer = await client.post("/v1/chat/completions", json=asks | {"max_tokens": 1})
                 ready = await client.get("/readiness")
@@ -147,9 +140,7 @@ async def test_a_tokenizer_that_cannot_be_fetched_leaves_a_router_that_serves_an
             assert (await client.get("/readiness")).status_code == 200
 
 
-async def test_two_revisions_get_requests_by_weights_that_change_without_a_restart(
-    tmp_path: Path,
-) -> None:
+async def test_two_revisions_get_requests_by_weights_that_change_without_a_restart(tmp_path):
     [made] = [
         each
         for each in INSTALLED["canary"].of_kind("ConfigMap")
@@ -170,7 +161,7 @@ async def test_two_revisions_get_requests_by_weights_that_change_without_a_resta
         headers = {"Authorization": "Bearer kvroute-keys-api"}
         async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as client:
 
-            async def counts(num: int) -> Counter[str]:
+            async def counts(num):
                 asks = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
                 answers = [await client.post("/v1/chat/completions", json=asks) for _ in range(num)]
                 assert {each.status_code for each in answers} == {200}
@@ -187,14 +178,12 @@ async def test_two_revisions_get_requests_by_weights_that_change_without_a_resta
 class StatefulSet:
     """One that Kubernetes keeps `replicas` pods of, 0 or 1: `put` makes it, `delete` ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.replicas = 1
         self.lives = 0
         """How often it was scaled up."""
-        self.put: Callable[[str], None]
-        self.delete: Callable[[str], None]
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self):
         path = "/apis/apps/v1/namespaces/default/statefulsets/chat/scale"
         pods = "/api/v1/namespaces/default/pods/{name}"
         return [
@@ -203,14 +192,14 @@ class StatefulSet:
             web.patch(pods, self._marked),
         ]
 
-    async def _told(self, _: web.Request) -> web.Response:
+    async def _told(self, _):
         scale = {"metadata": {"resourceVersion": "1"}, "spec": {"replicas": self.replicas}}
         return web.json_response(scale)
 
-    async def _marked(self, request: web.Request) -> web.Response:
+    async def _marked(self, request):
         return web.json_response({"metadata": {"name": request.match_info["name"]}})
 
-    async def _scale(self, request: web.Request) -> web.Response:
+    async def _scale(self, request):
         before, self.replicas = self.replicas, (await request.json())["spec"]["replicas"]
         if self.replicas < before:
             self.delete(f"chat-{self.lives}")
@@ -220,7 +209,7 @@ class StatefulSet:
         return await self._told(request)
 
 
-def kubeconfig(server: str, folder: Path) -> str:
+def kubeconfig(server, folder):
     text = {
         "clusters": [{"name": "c", "cluster": {"server": server}}],
         "users": [{"name": "u", "user": {}}],
@@ -232,9 +221,7 @@ def kubeconfig(server: str, folder: Path) -> str:
     return str(file)
 
 
-async def test_three_models_are_served_whose_engines_are_found_and_one_of_them_sleeps(
-    tmp_path: Path,
-) -> None:
+async def test_three_models_are_served_whose_engines_are_found_and_one_of_them_sleeps(tmp_path):
     names = {"chat": "Qwen/Qwen2.5-0.5B-Instruct", "code": "coder", "large": "large"}
     port, chat = free_port(), StatefulSet()
     async with api_server(*chat.routes()) as (api, configuration):
@@ -282,11 +269,11 @@ async def test_three_models_are_served_whose_engines_are_found_and_one_of_them_s
                 base_url=started_parts[-1], timeout=60, headers=headers
             ) as client:
 
-                async def served() -> set[str]:
+                async def served():
                     listed = (await client.get("/v1/models")).json()
                     return {each["id"] for each in listed["data"]}
 
-                async def answer(model: str) -> str:
+                async def answer(model):
                     asks = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
                     done = await client.post("/v1/chat/completions", json=asks | {"model": model})
                     assert done.status_code == 200, done.text
@@ -296,7 +283,7 @@ async def test_three_models_are_served_whose_engines_are_found_and_one_of_them_s
                 workers = {name: await answer(model) for name, model in names.items()}
                 assert workers == {"chat": "chat-0:0", "code": "code-0:0", "large": "large-0:0"}
 
-                async def asleep() -> set[str]:
+                async def asleep():
                     listed = (await client.get("/v1/models")).json()
                     return {each["id"] for each in listed["data"] if each["asleep"]}
 

@@ -1,11 +1,7 @@
 """deploy/chart: its values, and the schema that refuses all others, say the same."""
 
-from __future__ import annotations
-
 import json
 import tomllib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import yaml
@@ -17,13 +13,13 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 TYPES = {"string": str, "boolean": bool, "integer": int, "number": int, "array": list}
 
 
-def resolved(schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def resolved(schema):
     """The name of its definition, or "", and what it says."""
     name = schema.get("$ref", "").split("/")[-1]
     return name, SCHEMA["definitions"][name] if name else schema
 
 
-def properties(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def properties(schema, path=""):
     """Path and schema of each value that is not made of others."""
     for name, inner in schema["properties"].items():
         name_of_type, inner = resolved(inner)
@@ -33,11 +29,11 @@ def properties(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, di
             yield path + name, inner
 
 
-def test_each_value_of_the_schema_has_a_default_of_its_type() -> None:
+def test_each_value_of_the_schema_has_a_default_of_its_type():
     for path, schema in properties(SCHEMA):
         if path == "global":  # Helm's own, where this chart is a part of another.
             continue
-        value: Any = VALUES
+        value = VALUES
         for name in path.split("."):
             assert name in value, path
             value = value[name]
@@ -48,12 +44,12 @@ def test_each_value_of_the_schema_has_a_default_of_its_type() -> None:
         assert isinstance(value, tuple(TYPES.get(kind, dict) for kind in kinds)), path
 
 
-def test_each_default_is_in_the_schema() -> None:
+def test_each_default_is_in_the_schema():
     unknown = list(_unknown(VALUES, SCHEMA, ""))
     assert unknown == []
 
 
-def _unknown(values: dict[str, Any], schema: dict[str, Any], path: str) -> Iterator[str]:
+def _unknown(values, schema, path):
     assert schema["additionalProperties"] is False, path
     for name, value in values.items():
         if name not in schema["properties"]:
@@ -64,18 +60,18 @@ def _unknown(values: dict[str, Any], schema: dict[str, Any], path: str) -> Itera
             yield from _unknown(value, inner, f"{path}{name}.")
 
 
-def test_each_default_is_read_by_a_template() -> None:
+def test_each_default_is_read_by_a_template():
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
     for path, _ in properties(SCHEMA):
         assert path == "global" or f".{path.split('.')[-1]}" in templates, path
 
 
-def test_the_chart_is_of_the_version_of_the_project() -> None:
+def test_the_chart_is_of_the_version_of_the_project():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert chart["version"] == chart["appVersion"] == project["version"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_each_example_has_been_rendered(example: str) -> None:
+def test_each_example_has_been_rendered(example):
     assert golden(example).exists()

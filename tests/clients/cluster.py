@@ -1,13 +1,9 @@
 """A cluster before stand-ins for engines, for clients that others wrote."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import httpx
 
@@ -26,7 +22,7 @@ SPEAKS = {
 
 
 @contextmanager
-def cluster(log: Path, *options: str, engines: int = 2, model: str = "llama") -> Iterator[str]:
+def cluster(log, *options, engines=2, model="llama"):
     """The URL of `kvroute up` with these options, whose output goes to `log`, and engines that
     speak every API."""
     port = free_port()
@@ -40,7 +36,7 @@ def cluster(log: Path, *options: str, engines: int = 2, model: str = "llama") ->
         yield _serving(f"http://127.0.0.1:{port}", process)
 
 
-def _serving(url: str, process: subprocess.Popen[bytes]) -> str:
+def _serving(url, process):
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -3,8 +3,6 @@
 With the URL of an engine that answers alone, ends with 1 if a case passes there but not at URL.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,7 +15,7 @@ FORMATS = ("openai-chat", "open-responses", "anthropic")
 DEADLINE_S = 600
 
 
-def run(url: str, model: str, form: str) -> dict[str, str]:
+def run(url, model, form):
     """What became of each case: `passed`, `skipped`, or what was wrong."""
     program = CLIENTS / "openai" / "bin" / "llm-comply"
     command = [program, "--base-url", f"{url}/v1", "--api-key", "any", "--model", model]
@@ -34,7 +32,7 @@ def run(url: str, model: str, form: str) -> dict[str, str]:
 _FINE = ("passed", "skipped", "warning")
 
 
-def main(url: str, model: str, engine_url: str = "") -> int:
+def main(url, model, engine_url=""):
     """How many cases fail; with the URL of an engine, only those that pass there."""
     num_failed = 0
     for form in FORMATS:

@@ -6,11 +6,8 @@ client sends. tests/data/door/agents.jsonl is of claude-code 2.1.332 (in a termi
 after a search of tools), codex 0.171.0 and opencode 1.18.33, one line for each form of request.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import orjson
@@ -22,7 +19,7 @@ _WHOLE = ("arguments",)
 _FEW = ("tools", "properties", "required", "enum")
 
 
-def shortened(value: Any, name: str = "") -> Any:
+def shortened(value, name=""):
     """A body, or what is in one under that name."""
     if isinstance(value, dict):
         kept = [*value.items()][:2] if name in _FEW else value.items()
@@ -34,9 +31,9 @@ def shortened(value: Any, name: str = "") -> Any:
     return value
 
 
-def _of_each_form(items: list[Any]) -> list[Any]:
+def _of_each_form(items):
     """The first two of each."""
-    kept: list[Any] = []
+    kept = []
     for item in items:
         forms = [_form(other) for other in kept]
         if forms.count(_form(item)) < 2:
@@ -44,12 +41,12 @@ def _of_each_form(items: list[Any]) -> list[Any]:
     return kept
 
 
-def _form(item: Any) -> object:
+def _form(item):
     return (sorted(item), item.get("type")) if isinstance(item, dict) else type(item)
 
 
-def recorder(url: str, file: Path) -> web.Application:
-    async def pass_on(request: web.Request) -> web.StreamResponse:
+def recorder(url, file):
+    async def pass_on(request):
         sent = await request.read()
         if sent:
             line = {"path": request.path, "body": shortened(orjson.loads(sent))}

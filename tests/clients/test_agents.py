@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ class Work:
     commands: Sequence[Sequence[str | Path]]
 
 
-def claude(url: str, home: Path) -> Work:
+def claude(url, home):
     environment = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": "any",
@@ -52,7 +51,7 @@ def claude(url: str, home: Path) -> Work:
     return Work(environment, [(*said, FIRST), *later, (*said, FIRST, "--tools", "")])
 
 
-def codex(url: str, home: Path) -> Work:
+def codex(url, home):
     provider = f'{{name="kvroute",base_url="{url}/v1",env_key="KEY",wire_api="responses"}}'
     settings = {"model": MODEL, "model_provider": "kvroute", "model_providers.kvroute": provider}
     flags = [flag for name, value in settings.items() for flag in ("-c", f"{name}={value}")]
@@ -61,7 +60,7 @@ def codex(url: str, home: Path) -> Work:
     return Work({"CODEX_HOME": str(home), "KEY": "any"}, [(*said, FIRST), *later])
 
 
-def opencode(url: str, home: Path) -> Work:
+def opencode(url, home):
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{url}/v1", "apiKey": "any"},
@@ -78,9 +77,7 @@ def opencode(url: str, home: Path) -> Work:
 Agent = Callable[[str, Path], Work]
 
 
-def requests_of(
-    agent: Agent, folder: Path, *options: str, engines: int = 2
-) -> list[dict[str, Any]]:
+def requests_of(agent, folder, *options, engines=2):
     """The lines of the access log about what an agent asked for."""
     home, project, log = folder / "home", folder / "project", folder / "log"
     for made in (home, project):
@@ -104,7 +101,7 @@ def requests_of(
     return [line for line in lines if line["path"] != "/v1/models"]
 
 
-def cached_share(requests: list[dict[str, Any]]) -> float:
+def cached_share(requests):
     answered = [line for line in requests if line["output_tokens"]]
     assert len(answered) >= 2 * len((FIRST, *LATER)), "each turn has a call of a tool"
     cached = sum(line["cached_tokens"] for line in answered)
@@ -112,15 +109,13 @@ def cached_share(requests: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize("agent", [claude, codex, opencode])
-def test_what_an_agent_sends_is_tokenized_here_and_meets_its_cache(
-    agent: Agent, tmp_path: Path
-) -> None:
+def test_what_an_agent_sends_is_tokenized_here_and_meets_its_cache(agent, tmp_path):
     requests = requests_of(agent, tmp_path)
     assert {(line["status"], line["outcome"]) for line in requests} == {(200, "ok")}
     assert {line["tokens_from"] for line in requests if line["output_tokens"]} == {"router"}
     assert cached_share(requests) > CACHED
 
 
-def test_that_share_takes_a_policy_that_minds_the_cache(tmp_path: Path) -> None:
+def test_that_share_takes_a_policy_that_minds_the_cache(tmp_path):
     heedless = ("--policy", "round_robin", "--session-affinity", "0")
     assert cached_share(requests_of(codex, tmp_path, *heedless, engines=4)) < CACHED

@@ -1,11 +1,8 @@
 """Clients that nobody here wrote, each in an environment of its own, against `kvroute up`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -35,7 +32,7 @@ GIVEN = os.environ.get("KVROUTE_TEST_URL")
 
 
 @pytest.fixture(scope="module", params=["given"] if GIVEN else ["doors", "gateway"])
-def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(request, tmp_path_factory):
     """Of KVROUTE_TEST_URL, or of a cluster with stand-ins for engines: its front doors, or an Envoy
     that asks pickers, where `make test-gateway` has installed one."""
     if GIVEN:
@@ -54,19 +51,18 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def model(url: str) -> str:
+def model(url):
     """One that is served."""
-    name: str = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-    return name
+    return httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
 
-def _run(*command: str | Path, cwd: Path) -> None:
+def _run(*command, cwd):
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_expected_of_a_compatible_api_is_there(url: str, model: str, form: str) -> None:
+def test_what_is_expected_of_a_compatible_api_is_there(url, model, form):
     """But for what the suite itself skips for other models: reasoning."""
     became = run(url, model, form)
     wrong = {case: what for case, what in became.items() if what not in ("passed", "skipped")}
@@ -78,9 +74,7 @@ def test_what_is_expected_of_a_compatible_api_is_there(url: str, model: str, for
     ("environment", "client"),
     [(environment, client) for environment, names in OF_PYTHON.items() for client in names],
 )
-def test_a_client_in_python_gets_what_it_asks_for(
-    url: str, model: str, environment: str, client: str, tmp_path: Path
-) -> None:
+def test_a_client_in_python_gets_what_it_asks_for(url, model, environment, client, tmp_path):
     script = HERE / "scripts" / f"with_{client}.py"
     # -P: else the folder of the script comes before the packages.
     _run(CLIENTS / environment / "bin" / "python", "-P", script, url, model, cwd=tmp_path)
@@ -88,9 +82,7 @@ def test_a_client_in_python_gets_what_it_asks_for(
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node")
 @pytest.mark.parametrize("script", OF_NODE)
-def test_a_client_in_node_gets_what_it_asks_for(
-    url: str, model: str, script: str, tmp_path: Path
-) -> None:
+def test_a_client_in_node_gets_what_it_asks_for(url, model, script, tmp_path):
     # Node looks for packages from the folder of the script upwards.
     (tmp_path / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
     copied = shutil.copy(HERE / "scripts" / script, tmp_path)

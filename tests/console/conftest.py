@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
@@ -36,7 +34,7 @@ expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     binary = require_binary("chromium")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=binary, args=FLAGS)
@@ -45,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Four workers and two replicas behind HAProxy, which serve chats until the last test ends."""
     require_binary("haproxy")
     require_redis(default_kind())
@@ -75,14 +73,7 @@ class Load:
     names: of the model, and of the tenants. pause_s: of each client between two chats.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *names: str,
-        clients: int = CLIENTS,
-        sessions: int = SESSIONS,
-        pause_s: float = 0.0,
-    ) -> None:
+    def __init__(self, cluster, *names, clients=CLIENTS, sessions=SESSIONS, pause_s=0.0):
         self._model, *self._tenants = names or (HOSTILE, HOSTILE)
         self._sessions = sessions
         self._pause_s = pause_s
@@ -92,14 +83,14 @@ class Load:
         for thread in self._threads:
             thread.start()
 
-    def _run(self, client: int) -> None:
+    def _run(self, client):
         rng = random.Random(client)
         while not self._stopping.wait(self._pause_s):
             # While a test has stopped Redis or killed a replica, some fail.
             with suppress(httpx.HTTPError):
                 self.send(int(self._sessions * rng.random() ** 2), rng.randrange(8))
 
-    def send(self, session: int, turn: int) -> None:
+    def send(self, session, turn):
         words = f"session {session} " * 200 + "".join(f"turn {i} " * 40 for i in range(turn))
         self._client.post(
             "/v1/chat/completions",
@@ -115,7 +106,7 @@ class Load:
             },
         )
 
-    def stop(self) -> None:
+    def stop(self):
         self._stopping.set()
         for thread in self._threads:
             thread.join()
@@ -123,7 +114,7 @@ class Load:
 
 
 @pytest.fixture
-def load(cluster: Cluster) -> Iterator[Load]:
+def load(cluster):
     # Without pauses, it takes as much CPU as the browser.
     started = Load(cluster, pause_s=0.3)
     yield started
@@ -138,13 +129,13 @@ class Watched:
     base: str
     problems: list[str] = field(default_factory=list)
 
-    def open(self, view: str, **until: Any) -> Page:
+    def open(self, view, **until):
         """Go to a view and wait until it shows data."""
         self.page.goto(f"{self.base}/console/#/{view}")
         self.page.wait_for_selector("main section", **until)
         return self.page
 
-    def serious(self) -> list[str]:
+    def serious(self):
         """What axe finds that keeps somebody from using the page."""
         self.page.evaluate(AXE)
         found = self.page.evaluate("axe.run({resultTypes: ['violations']})")
@@ -156,11 +147,11 @@ class Watched:
 
 
 @pytest.fixture
-def watch(browser: Browser) -> Callable[..., Any]:
+def watch(browser):
     """Opens watched pages; at the end of `with`, a page must have done nothing wrong."""
 
     @contextmanager
-    def watched(base: str, *, failures: bool = False, **options: Any) -> Iterator[Watched]:
+    def watched(base, *, failures=False, **options):
         """failures: answers may fail. options: of the browser's context."""
         context = browser.new_context(**options)
         page = context.new_page()
@@ -170,11 +161,11 @@ def watch(browser: Browser) -> Callable[..., Any]:
         page.on("console", lambda said: note(said.type, said.text))
         page.on("request", lambda sent: foreign(sent.url))
 
-        def note(kind: str, text: str) -> None:
+        def note(kind, text):
             if kind in ("error", "warning") and not (failures and text.startswith(NO_ANSWER)):
                 seen.problems.append(text)
 
-        def foreign(url: str) -> None:
+        def foreign(url):
             own = (f"{base}/console/", f"{base}/tokenize", f"{base}/v1/route", "data:")
             if not url.startswith(own):
                 seen.problems.append(url)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from app.console.findings import shown
 from app.core.check import Check
 
@@ -7,7 +5,7 @@ FAIL = Check("KvrouteRequestsFail", False, "86% of the requests fail", "see the 
 SLOW = Check("KvrouteSlowDecisions", False, "decisions take 229 ms", "give routers a core each")
 
 
-def test_requests_that_fail_come_before_all_else_that_is_wrong() -> None:
+def test_requests_that_fail_come_before_all_else_that_is_wrong():
     checks = [Check("redis", True, "answers", ""), Check("workers", False, "none", "start one")]
     rows = shown(checks, [SLOW, FAIL])
     assert [(row["name"], row["level"]) for row in rows] == [

@@ -1,20 +1,16 @@
 """The curves and the heat map, of samples as replicas write them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import orjson
 
-from app.console.history import HEAT_COLUMNS, HEAT_WORKERS, Sample, heat, of_worker, shown
+from app.console.history import HEAT_COLUMNS, HEAT_WORKERS, heat, of_worker, shown
 from app.console.sampler import MAX_QUEUES, means
 
 
-def sample(at_s: int, **values: Any) -> Sample:
+def sample(at_s, **values):
     return at_s * 1000, values
 
 
-def test_a_series_has_a_value_for_each_time_or_null() -> None:
+def test_a_series_has_a_value_for_each_time_or_null():
     found = shown([sample(5, waiting=1, workers=2), sample(10, waiting="many")], 5)
     assert found == {
         "step_s": 5,
@@ -23,7 +19,7 @@ def test_a_series_has_a_value_for_each_time_or_null() -> None:
     }
 
 
-def test_a_heat_map_is_of_means_and_leaves_out_who_was_not_there() -> None:
+def test_a_heat_map_is_of_means_and_leaves_out_who_was_not_there():
     times = range(2 * HEAT_COLUMNS)
     samples = [
         sample(5 * n, queues={"a": float(n % 2), **({"b": 4.0} if n < 2 else {})}) for n in times
@@ -35,7 +31,7 @@ def test_a_heat_map_is_of_means_and_leaves_out_who_was_not_there() -> None:
     assert heat([]) == {"at_s": [], "workers": {}}
 
 
-def test_with_many_workers_the_heat_map_has_the_longest_queues_and_stays_small() -> None:
+def test_with_many_workers_the_heat_map_has_the_longest_queues_and_stays_small():
     queues = {f"worker-{n:03}:0": n + 0.123 for n in range(MAX_QUEUES)}
     samples = [sample(5 * n, queues=queues) for n in range(720)]
     found = heat(samples)
@@ -45,11 +41,11 @@ def test_with_many_workers_the_heat_map_has_the_longest_queues_and_stays_small()
     assert len(orjson.dumps(series | {"heat": found})) < 200_000
 
 
-def test_a_worker_has_its_queue_over_time() -> None:
+def test_a_worker_has_its_queue_over_time():
     samples = [sample(5, queues={"a": 1.5}), sample(10, queues={}), sample(15)]
     assert of_worker(samples, "a") == {"at_s": [5, 10, 15], "queue_s": [1.5, None, None]}
 
 
-def test_the_mean_of_a_minute_is_of_what_is_known() -> None:
+def test_the_mean_of_a_minute_is_of_what_is_known():
     samples = [{"a": 1.0, "b": None, "queues": {"w": 1}}, {"a": 2.0, "b": None}]
     assert means(samples) == {"a": 1.5, "b": None}

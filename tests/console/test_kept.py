@@ -1,7 +1,5 @@
 """Answers that are kept for a moment."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -12,11 +10,11 @@ from app.console.kept import CachedAnswer, KeptAnswers
 from app.core.errors import RedisUnavailable
 
 
-async def test_however_many_ask_the_answer_is_made_once() -> None:
+async def test_however_many_ask_the_answer_is_made_once():
     made = 0
     may_end = asyncio.Event()
 
-    async def make() -> int:
+    async def make():
         nonlocal made
         made += 1
         await may_end.wait()
@@ -36,13 +34,11 @@ async def test_however_many_ask_the_answer_is_made_once() -> None:
     assert (await answers.of("q", make, kept_s=0.0)).body == b"2"
 
 
-async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def fails() -> int:
+async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(monkeypatch):
+    async def fails():
         raise RedisUnavailable("it is away")
 
-    async def works() -> int:
+    async def works():
         return 1
 
     answers = KeptAnswers(lambda: None)
@@ -57,18 +53,18 @@ async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(
     assert (await answers.of("q", fails)).stale == "it is away"
 
 
-async def test_an_answer_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(kept, "TIMEOUT_S", 0.01)
     with pytest.raises(RedisUnavailable, match=r"within 0\.01 s"):
         await KeptAnswers(lambda: None).of("q", asyncio.Event().wait)
 
 
-async def test_only_so_many_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_many_answers_are_kept(monkeypatch):
     monkeypatch.setattr(kept, "MAX_KEPT", 2)
-    made: list[str] = []
+    made = []
 
-    async def ask(question: str) -> None:
-        async def make() -> str:
+    async def ask(question):
+        async def make():
             made.append(question)
             return question
 
@@ -80,10 +76,10 @@ async def test_only_so_many_answers_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert made == ["a", "b", "c", "a"]
 
 
-async def test_an_error_is_not_kept() -> None:
+async def test_an_error_is_not_kept():
     results = iter((RedisUnavailable("away"), 1))
 
-    async def make() -> int:
+    async def make():
         result = next(results)
         if isinstance(result, Exception):
             raise result

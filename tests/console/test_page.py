@@ -1,25 +1,20 @@
 """The console as a person sees it: in Chromium, over a cluster of real processes under load."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import expect
 
 from app.local.child import start_child
-from app.local.cluster import Cluster
 from app.local.redis_server import free_port
-from tests.console.conftest import HOSTILE, NUM_WORKERS, SCREENSHOTS, Load, Watched
+from tests.console.conftest import HOSTILE, NUM_WORKERS, SCREENSHOTS, Load
 from tests.e2e.conftest import listens
 from tests.e2e.engines import Process
 from tests.redis_servers import stopped
@@ -30,7 +25,7 @@ LIVE = re.compile(r"^\d\.\d s old$")
 PHONE = {"width": 360, "height": 740}
 
 
-def inspected(cluster: Cluster, *command: str) -> Any:
+def inspected(cluster, *command):
     """What `kvroute inspect … --json` says."""
     environment = os.environ | {"REDIS_URL": cluster.redis_url}
     done = subprocess.run(
@@ -43,7 +38,7 @@ def inspected(cluster: Cluster, *command: str) -> Any:
     return json.loads(done.stdout)
 
 
-def cell(page: Page, worker: str, column: str) -> str:
+def cell(page, worker, column):
     """The text of a worker's cell."""
     heads = page.locator("table[aria-rowcount] thead th").all_inner_texts()
     at = next(i for i, head in enumerate(heads) if head.startswith(column))
@@ -51,7 +46,7 @@ def cell(page: Page, worker: str, column: str) -> str:
     return row.locator("td").nth(at).inner_text()
 
 
-def explained(cluster: Cluster) -> str:
+def explained(cluster):
     """The id of a request whose candidates are kept."""
     table = httpx.get(f"{cluster.balancer_url}/console/api/decisions").json()
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
@@ -62,9 +57,7 @@ def explained(cluster: Cluster) -> str:
     ("scheme", "viewport"),
     [pytest.param("light", None, marks=pytest.mark.slow), ("dark", PHONE)],
 )
-def test_every_view_is_shown_whole_to_everybody(
-    cluster: Cluster, load: Load, watch: Any, scheme: str, viewport: dict[str, int] | None
-) -> None:
+def test_every_view_is_shown_whole_to_everybody(cluster, load, watch, scheme, viewport):
     size = viewport or {"width": 1360, "height": 850}
     with watch(cluster.balancer_url, color_scheme=scheme, viewport=size) as seen:
         for view in VIEWS:
@@ -77,7 +70,7 @@ def test_every_view_is_shown_whole_to_everybody(
         photograph(seen, "explanation", scheme, f"decisions/{quote(explained(cluster), safe='')}")
 
 
-def photograph(seen: Watched, name: str, scheme: str, view: str = "") -> None:
+def photograph(seen, name, scheme, view=""):
     """Save a picture of a view, which must be as wide as the screen and have no serious fault."""
     page = seen.open(view) if view else seen.page
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
@@ -86,7 +79,7 @@ def photograph(seen: Watched, name: str, scheme: str, view: str = "") -> None:
     page.screenshot(path=SCREENSHOTS / f"{name}-{scheme}.png")
 
 
-def test_numbers_are_those_of_kvroute_inspect(cluster: Cluster, watch: Any) -> None:
+def test_numbers_are_those_of_kvroute_inspect(cluster, watch):
     load = Load(cluster)
     for number in range(8):
         load.send(number, 1)
@@ -103,7 +96,7 @@ def test_numbers_are_those_of_kvroute_inspect(cluster: Cluster, watch: Any) -> N
         assert inspected(cluster, "waiting") == []
 
 
-def test_hostile_names_stay_text(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_hostile_names_stay_text(cluster, load, watch):
     with watch(cluster.balancer_url) as seen:
         page = seen.open("decisions")
         request = page.locator("tbody a.id", has_text=HOSTILE).first
@@ -115,10 +108,10 @@ def test_hostile_names_stay_text(cluster: Cluster, load: Load, watch: Any) -> No
         expect(page).not_to_have_title("owned")
 
 
-def test_it_works_below_a_prefix(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_it_works_below_a_prefix(cluster, load, watch):
     base = f"{cluster.balancer_url}/some/prefix"
 
-    def stripped(route: Route) -> None:
+    def stripped(route):
         route.fulfill(response=route.fetch(url=route.request.url.replace("/some/prefix", "")))
 
     with watch(base) as seen:
@@ -138,7 +131,7 @@ Object.defineProperty(window, "uPlot", {
 SPANS = "plots.map(({scales: {x}}) => x.max - x.min)"
 
 
-def test_charts_have_the_time_that_they_name(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_charts_have_the_time_that_they_name(cluster, load, watch):
     with watch(cluster.balancer_url) as seen:
         seen.page.add_init_script(KEEP_PLOTS)
         for view, named_s in (("overview", 300), ("events", 3600), ("workers/w1:0", 3600)):
@@ -148,7 +141,7 @@ def test_charts_have_the_time_that_they_name(cluster: Cluster, load: Load, watch
             page.wait_for_function(f"{SPANS}.every((span) => span >= {named_s})")
 
 
-def test_a_fresh_clusters_page_says_how_to_begin(cluster: Cluster, watch: Any) -> None:
+def test_a_fresh_clusters_page_says_how_to_begin(cluster, watch):
     flags = [f"--redis-url={cluster.redis_url}", "--namespace=fresh"]
     router = Process("router", "--port=0", *flags)
     try:
@@ -171,7 +164,7 @@ def test_a_fresh_clusters_page_says_how_to_begin(cluster: Cluster, watch: Any) -
         router.end()
 
 
-def test_workers_in_trouble_come_first(cluster: Cluster, watch: Any) -> None:
+def test_workers_in_trouble_come_first(cluster, watch):
     table = httpx.get(f"{cluster.balancer_url}/console/api/workers").json()
     place = {name: at for at, name in enumerate(table["columns"])}
     rows = []
@@ -188,7 +181,7 @@ def test_workers_in_trouble_come_first(cluster: Cluster, watch: Any) -> None:
 
 
 @pytest.fixture
-def locked_url(cluster: Cluster) -> Iterator[str]:
+def locked_url(cluster):
     """Of a replica that asks for a key."""
     url = f"http://127.0.0.1:{free_port()}"
     flags = ["--port", url.rpartition(":")[2], "--api-key", "sesame", "--log-level", "error"]
@@ -202,7 +195,7 @@ def locked_url(cluster: Cluster) -> Iterator[str]:
     process.wait(10)
 
 
-def test_it_asks_for_a_key_and_keeps_it(locked_url: str, watch: Any) -> None:
+def test_it_asks_for_a_key_and_keeps_it(locked_url, watch):
     with watch(locked_url, failures=True) as seen:
         page = seen.open("overview")
         page.get_by_label("Operator's key").fill("open")
@@ -216,7 +209,7 @@ def test_it_asks_for_a_key_and_keeps_it(locked_url: str, watch: Any) -> None:
         expect(page.locator("[data-tile=workers]")).to_have_text(str(NUM_WORKERS))
 
 
-def test_it_is_used_by_keyboard(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_it_is_used_by_keyboard(cluster, load, watch):
     with watch(cluster.balancer_url) as seen:
         page = seen.open("workers")
         queue = page.get_by_role("button", name="queue")
@@ -228,7 +221,7 @@ def test_it_is_used_by_keyboard(cluster: Cluster, load: Load, watch: Any) -> Non
         expect(page.get_by_role("heading", name="w2:0")).to_be_visible()
 
 
-def test_a_worker_drains_only_once_that_is_confirmed(cluster: Cluster, watch: Any) -> None:
+def test_a_worker_drains_only_once_that_is_confirmed(cluster, watch):
     with watch(cluster.balancer_url) as seen:
         page = seen.open("workers/w3:0")
         page.get_by_role("button", name="Drain…").click()
@@ -241,9 +234,7 @@ def test_a_worker_drains_only_once_that_is_confirmed(cluster: Cluster, watch: An
         expect(page.get_by_role("button", name="Drain…", exact=True)).to_be_visible()
 
 
-def test_a_prompt_is_looked_up_without_a_reservation(
-    cluster: Cluster, load: Load, watch: Any
-) -> None:
+def test_a_prompt_is_looked_up_without_a_reservation(cluster, load, watch):
     with watch(cluster.balancer_url, failures=True) as seen:
         page = seen.open("prefix")
         page.get_by_label("It is").select_option("token_ids")
@@ -265,7 +256,7 @@ CHATS = (
 )
 
 
-def test_a_chat_is_looked_up_as_json_and_as_text(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_a_chat_is_looked_up_as_json_and_as_text(cluster, load, watch):
     with watch(cluster.balancer_url, failures=True) as seen:
         page = seen.open("prefix")
         counts = set()
@@ -286,7 +277,7 @@ def test_a_chat_is_looked_up_as_json_and_as_text(cluster: Cluster, load: Load, w
         expect(page.get_by_role("alert")).to_contain_text("messages")
 
 
-def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster: Cluster, watch: Any) -> None:
+def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster, watch):
     table = httpx.get(f"{cluster.balancer_url}/console/api/workers").json()
     at = table["columns"].index("worker")
     table["rows"] = [
@@ -301,7 +292,7 @@ def test_a_thousand_workers_are_a_few_rows_in_the_page(cluster: Cluster, watch: 
         expect(page.get_by_role("link", name="x999:0")).to_be_visible()
 
 
-def test_a_hidden_tab_asks_nothing(cluster: Cluster, load: Load, watch: Any) -> None:
+def test_a_hidden_tab_asks_nothing(cluster, load, watch):
     with watch(cluster.balancer_url) as seen:
         page = seen.page
         page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => window.gone})")
@@ -310,7 +301,7 @@ def test_a_hidden_tab_asks_nothing(cluster: Cluster, load: Load, watch: Any) -> 
         page.wait_for_selector("[data-tile=workers]")
         turn(page, hidden=True)
         page.wait_for_load_state("networkidle")
-        asked: list[str] = []
+        asked = []
         page.on("request", lambda sent: asked.append(sent.url))
         page.clock.run_for(60_000)
         expect(page.locator(HEALTH)).to_have_text("paused")
@@ -319,14 +310,12 @@ def test_a_hidden_tab_asks_nothing(cluster: Cluster, load: Load, watch: Any) -> 
             turn(page, hidden=False)
 
 
-def turn(page: Page, *, hidden: bool) -> None:
+def turn(page, *, hidden):
     page.evaluate(f"window.gone = {str(hidden).lower()}")
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
-def test_it_says_how_old_its_data_is_while_redis_is_away(
-    cluster: Cluster, load: Load, watch: Any
-) -> None:
+def test_it_says_how_old_its_data_is_while_redis_is_away(cluster, load, watch):
     assert cluster.redis is not None
     with watch(cluster.balancer_url, failures=True) as seen:
         page = seen.open("overview")
@@ -341,10 +330,8 @@ def test_it_says_how_old_its_data_is_while_redis_is_away(
         expect(page.locator("[data-tile=Redis]")).not_to_have_text("away")
 
 
-def test_a_page_that_asks_for_nothing_says_that_the_router_does_not_answer(
-    cluster: Cluster, watch: Any
-) -> None:
-    held: list[Route] = []
+def test_a_page_that_asks_for_nothing_says_that_the_router_does_not_answer(cluster, watch):
+    held = []
     with watch(cluster.balancer_url, failures=True) as seen:
         page = seen.open("prefix")
         expect(page.locator(HEALTH)).to_have_text(LIVE)
@@ -358,9 +345,7 @@ def test_a_page_that_asks_for_nothing_says_that_the_router_does_not_answer(
         expect(page.locator(HEALTH)).to_have_text(LIVE, timeout=30_000)
 
 
-def test_a_killed_workers_row_says_that_it_is_gone(
-    cluster: Cluster, load: Load, watch: Any
-) -> None:
+def test_a_killed_workers_row_says_that_it_is_gone(cluster, load, watch):
     with watch(cluster.balancer_url) as seen:
         page = seen.open("workers")
         cluster.workers[0].process.kill()
@@ -370,9 +355,7 @@ def test_a_killed_workers_row_says_that_it_is_gone(
         expect(page.locator("tbody tr", has_text="w0:0").first).to_be_visible()
 
 
-def test_the_page_outlives_the_replica_that_served_it(
-    cluster: Cluster, load: Load, watch: Any
-) -> None:
+def test_the_page_outlives_the_replica_that_served_it(cluster, load, watch):
     with watch(cluster.balancer_url, failures=True) as seen:
         page = seen.open("overview")
         cluster.routers[0].process.kill()

@@ -1,10 +1,7 @@
 """The README's pictures: KVROUTE_PICTURES=docs/images writes them there (`make pictures`)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ SHOWN_S = 90
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_pages_of_the_readme_can_be_taken(watch: Any) -> None:
+def test_the_pages_of_the_readme_can_be_taken(watch):
     require_binary("haproxy")
     require_redis(default_kind())
     FOLDER.mkdir(parents=True, exist_ok=True)

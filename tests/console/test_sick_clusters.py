@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
-from playwright.sync_api import Page, expect
+from playwright.sync_api import expect
 
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 from tests.redis_servers import default_kind, require_binary, require_redis, stopped
 
@@ -92,15 +90,15 @@ CLUSTERS = {
 
 
 @contextmanager
-def engines() -> Iterator[list[FakeEngine]]:
+def engines():
     """Well ones, which run in a thread of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     opened = AsyncExitStack()
 
-    async def start() -> list[FakeEngine]:
-        options: dict[str, Any] = {"models": [MODEL], "prefill_s": 0.05, "token_s": 0.01}
+    async def start():
+        options = {"models": [MODEL], "prefill_s": 0.05, "token_s": 0.01}
         return [
             await opened.enter_async_context(fake_engine(**options)) for _ in range(NUM_ENGINES)
         ]
@@ -115,11 +113,11 @@ def engines() -> Iterator[list[FakeEngine]]:
 
 
 @contextmanager
-def clients(url: str, model: str) -> Iterator[None]:
+def clients(url, model):
     """Some that ask, and leave where nothing comes for LEAVES_S."""
     stopping = threading.Event()
 
-    def run(number: int) -> None:
+    def run(number):
         with httpx.Client(base_url=url, timeout=LEAVES_S) as http:
             turn = 0
             while not stopping.wait(0.2):
@@ -141,7 +139,7 @@ def clients(url: str, model: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_the_first_page_says_what_is_wrong_with_a_sick_cluster(name: str, watch: Any) -> None:
+def test_the_first_page_says_what_is_wrong_with_a_sick_cluster(name, watch):
     require_binary("haproxy")
     require_redis(default_kind())
     sick = CLUSTERS[name]
@@ -171,7 +169,7 @@ def test_the_first_page_says_what_is_wrong_with_a_sick_cluster(name: str, watch:
             _photograph(page, name)
 
 
-def _check(page: Page, sick: Sick) -> None:
+def _check(page, sick):
     main = page.locator("main")
     for text in sick.says:
         expect(main).to_contain_text(text, timeout=WITHIN_MS)
@@ -182,7 +180,7 @@ def _check(page: Page, sick: Sick) -> None:
         expect(page.get_by_role("region", name="Last errors")).to_contain_text("ago")
 
 
-def _photograph(page: Page, name: str) -> None:
+def _photograph(page, name):
     for suffix, size in SIZES.items():
         # On a phone, one is enough for the documents.
         folder = FOLDER if not suffix or name == "errors" else Path("out/console")

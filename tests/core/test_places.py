@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from itertools import permutations
 
@@ -8,7 +6,7 @@ import pytest
 from app.core.places import Places, Shares
 
 
-def test_nobody_alone_takes_more_than_three_quarters() -> None:
+def test_nobody_alone_takes_more_than_three_quarters():
     shares = Shares(100)
     while shares.left_for("a") >= 1:
         shares.take("a", 1)
@@ -16,7 +14,7 @@ def test_nobody_alone_takes_more_than_three_quarters() -> None:
     assert (shares.left_for("a"), shares.left_for("b")) == (0, 18.75)
 
 
-def test_whoever_comes_next_finds_room_however_many_want_all_of_it() -> None:
+def test_whoever_comes_next_finds_room_however_many_want_all_of_it():
     shares = Shares(1000)
     holders = [f"h{n}" for n in range(9)]
     shares.take("first", 1)
@@ -27,9 +25,9 @@ def test_whoever_comes_next_finds_room_however_many_want_all_of_it() -> None:
     assert shares.left_for("next") >= 25
 
 
-def test_what_is_given_back_is_counted_for_nobody() -> None:
+def test_what_is_given_back_is_counted_for_nobody():
     shares, chance = Shares(50), random.Random(1)
-    held: list[tuple[str, int]] = []
+    held = []
     for _ in range(2000):
         if held and chance.random() < 0.5:
             shares.give_back(*held.pop(chance.randrange(len(held))))
@@ -44,7 +42,7 @@ def test_what_is_given_back_is_counted_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-7, 0.1, 1 / 3])
-def test_parts_of_any_size_can_be_given_back_in_any_order(size: float) -> None:
+def test_parts_of_any_size_can_be_given_back_in_any_order(size):
     for order in permutations((size, 5.0, size)):
         shares = Shares(50)
         for part in order:
@@ -55,7 +53,7 @@ def test_parts_of_any_size_can_be_given_back_in_any_order(size: float) -> None:
         assert (shares.total, shares._of) == (0, {})
 
 
-def test_the_greediest_is_who_has_most_and_in_doubt_who_asks() -> None:
+def test_the_greediest_is_who_has_most_and_in_doubt_who_asks():
     shares = Shares(10)
     assert shares.greediest("x") == "x"
     shares.take("a", 2)
@@ -65,12 +63,12 @@ def test_the_greediest_is_who_has_most_and_in_doubt_who_asks() -> None:
     assert shares.greediest("a") == "b"
 
 
-def entered(places: Places[str], *calls: str) -> list[str]:
+def entered(places, *calls):
     """Calls are named by their holder's letter and a number. Returns those that had to go."""
     return [gone for call in calls for gone in places.enter(call[0], call)]
 
 
-def test_a_place_goes_to_who_has_fewest() -> None:
+def test_a_place_goes_to_who_has_fewest():
     places = Places[str](2, 100)
     entered(places, "a1", "a2", "a3", "a4")
     assert [places.next(), places.next(), places.next()] == ["a1", "a2", None]
@@ -81,7 +79,7 @@ def test_a_place_goes_to_who_has_fewest() -> None:
     assert places.next() == "a3", "who was served longest ago, as both have one"
 
 
-def test_the_latest_of_who_has_most_makes_room() -> None:
+def test_the_latest_of_who_has_most_makes_room():
     places = Places[str](1, 4)
     assert entered(places, "a1", "a2", "a3", "a4") == []
     assert places.next() == "a1"
@@ -91,7 +89,7 @@ def test_the_latest_of_who_has_most_makes_room() -> None:
     places.check()
 
 
-def test_calls_count_by_what_they_are_worth() -> None:
+def test_calls_count_by_what_they_are_worth():
     places = Places[str](1, 100, max_size=10)
     assert places.enter("a", "a1", 50) == [], "alone"
     assert places.enter("b", "b1", 1) == ["a1"]
@@ -99,7 +97,7 @@ def test_calls_count_by_what_they_are_worth() -> None:
     assert places.enter("b", "b2", 1) == ["a2"]
 
 
-def test_who_is_at_work_stays_there() -> None:
+def test_who_is_at_work_stays_there():
     places = Places[str](1, 100, max_size=10)
     places.enter("a", "a1", 50)
     assert places.next() == "a1"
@@ -108,7 +106,7 @@ def test_who_is_at_work_stays_there() -> None:
     assert places.enter("b", "b1", 1) == []
 
 
-def test_a_call_may_stop_waiting_once() -> None:
+def test_a_call_may_stop_waiting_once():
     places = Places[str](1, 100)
     entered(places, "a1", "a2")
     assert places.withdraw("a", "a1")
@@ -118,12 +116,12 @@ def test_a_call_may_stop_waiting_once() -> None:
     assert not places.withdraw("a", "a2")
 
 
-def test_any_order_of_calls_keeps_the_books() -> None:
+def test_any_order_of_calls_keeps_the_books():
     chance = random.Random(2)
     for _ in range(50):
         places = Places[str](chance.randint(1, 3), chance.randint(1, 8), chance.randint(5, 40))
-        at_work: list[tuple[str, int]] = []
-        waiting: dict[str, int] = {}
+        at_work = []
+        waiting = {}
         for number in range(200):
             match chance.randrange(4):
                 case 0 | 1:

@@ -1,7 +1,5 @@
 """What others wrote, in a line."""
 
-from __future__ import annotations
-
 import json
 import sys
 import unicodedata
@@ -28,18 +26,18 @@ MISLEADING = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
         ("\x7f\ufeff\u00ad\u00a0", "\\u007f\\ufeff\\u00ad\\u00a0"),
     ],
 )
-def test_what_is_not_printed_as_itself_is_escaped(text: str, expected: str) -> None:
+def test_what_is_not_printed_as_itself_is_escaped(text, expected):
     assert printable(text) == expected
     assert printable(expected) == expected
 
 
-def test_no_control_format_or_separator_of_unicode_is_left() -> None:
+def test_no_control_format_or_separator_of_unicode_is_left():
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     left = {unicodedata.category(one) for one in printable(every)}
     assert left.isdisjoint(MISLEADING)
 
 
-def test_json_stays_json_with_the_same_meaning() -> None:
+def test_json_stays_json_with_the_same_meaning():
     value = {"user": "\x9b\u202e\U000e0041\n", "漢": "\u00a0"}
     text = printable(json.dumps(value, ensure_ascii=False))
     assert json.loads(text) == value

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any
 
 import pytest
 
@@ -16,14 +12,14 @@ SETTINGS = (RouterSettings, WorkerSettings)
 
 
 @pytest.mark.parametrize("cls", SETTINGS)
-def test_every_field_has_a_default_a_help_text_and_a_variable_of_its_own(cls: type[Any]) -> None:
+def test_every_field_has_a_default_a_help_text_and_a_variable_of_its_own(cls):
     assert all(f.default is not MISSING and f.metadata["help"] for f in fields(cls))
     variables = [variable(f) for f in fields(cls)]
     assert len(set(variables)) == len(variables)
     assert {name for name in variables if not name.startswith("KVROUTE_")} == {"REDIS_URL"}
 
 
-def test_tenant_weights_are_parsed_from_names_and_numbers() -> None:
+def test_tenant_weights_are_parsed_from_names_and_numbers():
     assert parse_weights("") == {}
     assert parse_weights("a=4,b=0.5,c=d=2") == {"a": 4.0, "b": 0.5, "c=d": 2.0}
 
@@ -32,20 +28,18 @@ def test_tenant_weights_are_parsed_from_names_and_numbers() -> None:
     "text",
     ["a", "a=", "a=heavy", "a=4,a=heavy", "=1", "a=1001", "a=4, b=1", f"{'a' * 65}=1", "ä=1"],
 )
-def test_bad_tenant_weights_are_refused_with_the_expected_format(text: str) -> None:
+def test_bad_tenant_weights_are_refused_with_the_expected_format(text):
     with pytest.raises(ValueError, match="needs a name and a weight from"):
         parse_weights(text)
 
 
-def test_wait_above_s_applies_only_if_requests_may_wait() -> None:
+def test_wait_above_s_applies_only_if_requests_may_wait():
     assert RouterSettings(wait_above_s=2.0).max_queue_s == math.inf
     assert RouterSettings(wait_queue=1).max_queue_s == math.inf
     assert RouterSettings(wait_queue=1, wait_above_s=2.0).max_queue_s == 2.0
 
 
-def test_a_workers_id_and_address_default_to_those_of_its_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_workers_id_and_address_default_to_those_of_its_host(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     settings = WorkerSettings(port=9001)
     assert settings.resolved_id() == "node7"
@@ -61,7 +55,7 @@ def test_a_workers_id_and_address_default_to_those_of_its_host(
 @pytest.mark.parametrize(
     "url", ["http://w1", "https://w1.example:8443/engines/1", "http://[::1]:9001", ""]
 )
-def test_a_base_url_is_accepted(url: str) -> None:
+def test_a_base_url_is_accepted(url):
     check_base_url(url)
 
 
@@ -81,7 +75,7 @@ def test_a_base_url_is_accepted(url: str) -> None:
         "http://w1#1",
     ],
 )
-def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text: str) -> None:
+def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text):
     refusal = f"{text!r} is not the http:// or https:// base URL of a host"
     with pytest.raises(ValueError, match=re.escape(refusal)):
         check_base_url(text)
@@ -89,8 +83,6 @@ def test_an_address_that_is_not_the_base_url_of_a_host_is_refused(text: str) -> 
 
 @pytest.mark.parametrize("check", [check_base_url, parse_engines])
 @pytest.mark.parametrize("url", ["http://w1:8000/v1", "http://w1/engines/v1/"])
-def test_the_v1_of_an_openai_client_is_no_part_of_a_base_url(
-    check: Callable[[str], object], url: str
-) -> None:
+def test_the_v1_of_an_openai_client_is_no_part_of_a_base_url(check, url):
     with pytest.raises(ValueError, match="leave out /v1"):
         check(url)

@@ -1,9 +1,6 @@
 """What the sketch knows of chains, for how long, and how often it is wrong."""
 
-from __future__ import annotations
-
 import numpy as np
-import pytest
 
 from app.core import sketch
 from app.core.sketch import ChainSketch
@@ -12,11 +9,11 @@ from app.core.types import SequenceHash
 RNG = np.random.default_rng(7)
 
 
-def chain(length: int) -> list[SequenceHash]:
+def chain(length):
     return [SequenceHash(n) for n in RNG.integers(0, 2**64, length, dtype=np.uint64).tolist()]
 
 
-def test_of_a_chain_that_shares_a_beginning_just_that_is_known() -> None:
+def test_of_a_chain_that_shares_a_beginning_just_that_is_known():
     known, one = ChainSketch(), chain(100)
     assert known.leading(one, 0.0) == 0
     known.add(one[:60], 0.0)
@@ -25,7 +22,7 @@ def test_of_a_chain_that_shares_a_beginning_just_that_is_known() -> None:
     assert known.leading([], 0.0) == 0
 
 
-def test_a_chain_is_known_for_an_hour_after_it_was_last_added_and_not_for_much_longer() -> None:
+def test_a_chain_is_known_for_an_hour_after_it_was_last_added_and_not_for_much_longer():
     known, one, other = ChainSketch(), chain(8), chain(8)
     known.add(one, 0.0)
     known.add(other, 0.0)
@@ -36,9 +33,7 @@ def test_a_chain_is_known_for_an_hour_after_it_was_last_added_and_not_for_much_l
     assert known.leading(one, 100_000.0) == 0
 
 
-def test_what_is_added_faster_than_it_has_room_for_is_known_for_less_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_added_faster_than_it_has_room_for_is_known_for_less_long(monkeypatch):
     monkeypatch.setattr(sketch, "CAPACITY", 100)
     known, first = ChainSketch(), chain(60)
     known.add(first, 0.0)
@@ -49,7 +44,7 @@ def test_what_is_added_faster_than_it_has_room_for_is_known_for_less_long(
     assert known.leading(first, 1.0) == 0
 
 
-def test_once_it_is_full_it_is_wrong_about_as_little_as_it_says() -> None:
+def test_once_it_is_full_it_is_wrong_about_as_little_as_it_says():
     known, lengths = ChainSketch(), 4096
     for _ in range(sketch.GENERATIONS * sketch.CAPACITY // lengths):
         known.add(chain(lengths), 0.0)

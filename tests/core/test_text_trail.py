@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 from app.core.text_trail import MAX_PIECES, PIECE_BYTES, marks_of, trail_of
@@ -7,7 +5,7 @@ from app.core.text_trail import MAX_PIECES, PIECE_BYTES, marks_of, trail_of
 TEXT = random.Random(1).randbytes(40 * PIECE_BYTES)
 
 
-def test_equal_prefixes_have_equal_names_and_others_have_others() -> None:
+def test_equal_prefixes_have_equal_names_and_others_have_others():
     trail = trail_of(TEXT, "m")
     assert len(trail) == len({*trail}) == 40
     assert trail_of(TEXT[: 10 * PIECE_BYTES + 5], "m") == trail[30:]
@@ -16,12 +14,12 @@ def test_equal_prefixes_have_equal_names_and_others_have_others() -> None:
     assert {*trail_of(TEXT, "other")}.isdisjoint(trail)
 
 
-def test_what_is_short_has_no_name_and_what_is_long_not_more_than_so_many() -> None:
+def test_what_is_short_has_no_name_and_what_is_long_not_more_than_so_many():
     assert trail_of(b"x" * (PIECE_BYTES - 1), "m") == []
     assert len(trail_of(b"x" * (PIECE_BYTES * 2 * MAX_PIECES), "m")) == MAX_PIECES
 
 
-def test_of_any_shared_prefix_at_least_half_is_marked() -> None:
+def test_of_any_shared_prefix_at_least_half_is_marked():
     for num in (0, 1, 2, 3, 7, 40, 512):
         trail = [str(n) for n in range(num)]
         marks = marks_of(trail)

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import orjson
 import pytest
@@ -17,7 +14,6 @@ from app.core.registration import (
     read_info,
     version_in,
 )
-from app.core.report_items import Item
 from app.core.roles import Role
 from app.core.trust import Trust
 from app.core.types import WorkerKey
@@ -233,43 +229,43 @@ SHOWN = {
 """By name in Redis: the names in GET /v1/workers and, after kvroute_worker_, in /metrics."""
 
 
-def read(entry: dict[str, str]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
+def read(entry):
     """What is decoded of an entry once Redis has had it."""
     return decode_metrics({name.encode(): text.encode() for name, text in entry.items()})
 
 
-def test_a_registration_is_this_text_and_is_read_as_it_was_written() -> None:
+def test_a_registration_is_this_text_and_is_read_as_it_was_written():
     assert encode_info(WORKER, 3000) == WORKER_TEXT
     assert decode_info(WORKER_TEXT) == WORKER
     assert decode_info(WORKER_TEXT.decode()) == WORKER
     assert version_in(WORKER_TEXT) == 5
 
 
-def test_a_registration_without_a_version_is_of_the_first() -> None:
+def test_a_registration_without_a_version_is_of_the_first():
     assert version_in(b'{"worker":"gpu-7:3"}') == 1
     for text in (b'{"version":"2"}', b'{"version":true}', b"[]", b"2"):
         with pytest.raises(ValueError, match=r"version is .*, not a whole number"):
             version_in(text)
 
 
-def test_routers_show_what_workers_say_under_these_names() -> None:
+def test_routers_show_what_workers_say_under_these_names():
     # The measured total repeats the registered one, and is not shown.
     measured = [item for item in METRICS if item.name != "kv_total_blocks"]
     items = [*INFO, *measured, *GPU]
     assert {item.wire: (item.answer, item.gauge) for item in items} == SHOWN
 
 
-def test_a_registration_with_the_smallest_numbers_is_read() -> None:
+def test_a_registration_with_the_smallest_numbers_is_read():
     smallest = replace(WORKER, block_size=1, kv_total_blocks=0, max_requests=0)
     assert decode_info(encode_info(smallest, 3000)) == smallest
 
 
-def test_a_field_that_a_later_version_registers_is_ignored() -> None:
+def test_a_field_that_a_later_version_registers_is_ignored():
     assert read_info(orjson.loads(WORKER_TEXT) | {"colour": "red"}) == WORKER
 
 
 @pytest.mark.parametrize("item", INFO, ids=lambda item: item.wire)
-def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(item: Item) -> None:
+def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(item):
     values = orjson.loads(WORKER_TEXT)
     del values[item.wire]
     if item.default is None:
@@ -279,7 +275,7 @@ def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(ite
         assert read_info(values) == replace(WORKER, **{item.name: item.default})
 
 
-def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration() -> None:
+def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration():
     assert {item.wire: item.default for item in INFO if item.default is not None} == {
         "accelerator": "cpu",
         "reuse_blocks": 1,
@@ -313,33 +309,31 @@ def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration()
 
 
 @pytest.mark.parametrize("names", [["a", 1], "a"])
-def test_names_of_models_are_text(names: Any) -> None:
+def test_names_of_models_are_text(names):
     with pytest.raises(WrongField, match="models is "):
         read_info(orjson.loads(WORKER_TEXT) | {"models": names})
 
 
 @pytest.mark.parametrize("text", ["", "gpu-7", '{"worker": "gpu-7"'])
-def test_a_registration_that_is_not_json_is_refused(text: str) -> None:
+def test_a_registration_that_is_not_json_is_refused(text):
     with pytest.raises(ValueError, match="line 1 column"):
         decode_info(text)
 
 
-def test_a_registration_that_is_no_object_is_refused() -> None:
+def test_a_registration_that_is_no_object_is_refused():
     with pytest.raises(ValueError, match=r"not an object: \[\]"):
         decode_info("[]")
 
 
 @pytest.mark.parametrize("value", [":0", "gpu-7", 7, None])
-def test_a_registration_of_a_nameless_worker_is_refused(value: Any) -> None:
+def test_a_registration_of_a_nameless_worker_is_refused(value):
     with pytest.raises(WrongField, match=f"worker is {value!r}, not "):
         read_info(orjson.loads(WORKER_TEXT) | {"worker": value})
 
 
 @pytest.mark.parametrize("item", INFO, ids=lambda item: item.wire)
 @pytest.mark.parametrize("value", [None, [[]], {}, True])
-def test_a_field_of_another_type_in_a_registration_is_refused_by_name(
-    item: Item, value: Any
-) -> None:
+def test_a_field_of_another_type_in_a_registration_is_refused_by_name(item, value):
     value = 1 if item.kind is type(value) else value
     with pytest.raises(WrongField) as refused:
         read_info(orjson.loads(WORKER_TEXT) | {item.wire: value})
@@ -348,18 +342,18 @@ def test_a_field_of_another_type_in_a_registration_is_refused_by_name(
 
 @pytest.mark.parametrize("value", [-1, 10**12 + 1, 1.5, "16"])
 @pytest.mark.parametrize("field", ["block_size", "kv_total_blocks", "max_requests"])
-def test_a_number_out_of_bounds_in_a_registration_is_refused(field: str, value: Any) -> None:
+def test_a_number_out_of_bounds_in_a_registration_is_refused(field, value):
     with pytest.raises(WrongField, match=f"{field} is {value!r}, not a whole number from "):
         read_info(orjson.loads(WORKER_TEXT) | {field: value})
 
 
-def test_metrics_are_these_fields_in_this_order_and_are_read_as_they_were_written() -> None:
+def test_metrics_are_these_fields_in_this_order_and_are_read_as_they_were_written():
     entry = encode_metrics(METRICS_SEEN, SPEED_LEARNT, READINGS)
     assert list(entry.items()) == list(ENTRY.items())
     assert read(entry) == (METRICS_SEEN, SPEED_LEARNT, READINGS)
 
 
-def test_a_registration_with_any_values_is_read_as_it_was_written() -> None:
+def test_a_registration_with_any_values_is_read_as_it_was_written():
     rng = random.Random(1)
     for _ in range(500):
         info = WorkerInfo(
@@ -369,7 +363,7 @@ def test_a_registration_with_any_values_is_read_as_it_was_written() -> None:
         assert decode_info(encode_info(info, rng.randrange(10**6))) == info
 
 
-def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
+def test_metrics_with_any_values_are_read_as_they_were_written():
     rng = random.Random(2)
     for _ in range(500):
         report = (
@@ -380,7 +374,7 @@ def test_metrics_with_any_values_are_read_as_they_were_written() -> None:
         assert read(encode_metrics(*report)) == report
 
 
-def _any_value(item: Item, rng: random.Random, largest: float = MAX_MEASURED) -> Any:
+def _any_value(item, rng, largest=MAX_MEASURED):
     """A value that a field may have: of floats, nine digits are written."""
     if item.kind is bool:
         return rng.choice([False, True])
@@ -395,7 +389,7 @@ def _any_value(item: Item, rng: random.Random, largest: float = MAX_MEASURED) ->
     return float(f"{rng.choice([0.0, rng.random(), largest * rng.random() ** 40]):.9g}")
 
 
-def test_only_readings_that_a_gpu_has_are_written() -> None:
+def test_only_readings_that_a_gpu_has_are_written():
     some = GpuReadings(memory_used_bytes=60_129_542_145, power_w=0.0)
     entry = encode_metrics(METRICS_SEEN, SPEED_LEARNT, some)
     readings = entry.items() - encode_metrics(METRICS_SEEN, SPEED_LEARNT).items()
@@ -403,18 +397,18 @@ def test_only_readings_that_a_gpu_has_are_written() -> None:
     assert read(entry)[2] == some
 
 
-def test_fractions_are_written_with_nine_digits() -> None:
+def test_fractions_are_written_with_nine_digits():
     entry = encode_metrics(ForwardPassMetrics(gpu_cache_usage_perc=1 / 3), SPEED_LEARNT)
     assert entry["gpu_cache_usage_perc"] == "0.333333333"
 
 
-def test_counts_stay_whole_numbers() -> None:
+def test_counts_stay_whole_numbers():
     metrics, *_ = read({"kv_total_blocks": "25000", "num_requests_waiting": "2"})
     assert (metrics.kv_total_blocks, metrics.num_requests_waiting) == (25_000, 2)
     assert isinstance(metrics.kv_total_blocks, int)
 
 
-def test_a_missing_metric_takes_its_default_and_an_unknown_one_is_ignored() -> None:
+def test_a_missing_metric_takes_its_default_and_an_unknown_one_is_ignored():
     metrics, speed, gpu = read({"kv_active_blocks": "5", "worker": "a:0", "colour": "red"})
     assert metrics == ForwardPassMetrics(kv_active_blocks=5)
     assert speed == DEFAULT_SPEED
@@ -423,6 +417,6 @@ def test_a_missing_metric_takes_its_default_and_an_unknown_one_is_ignored() -> N
 
 @pytest.mark.parametrize("item", [*METRICS, *SPEED, *GPU], ids=lambda item: item.wire)
 @pytest.mark.parametrize("text", ["inf", "nan", "-1", "1e308", "many", ""])
-def test_text_that_no_measurement_gives_is_refused_by_name(item: Item, text: str) -> None:
+def test_text_that_no_measurement_gives_is_refused_by_name(item, text):
     with pytest.raises(ValueError, match=f"^{item.wire} is {text}$"):
         read({item.wire: text})

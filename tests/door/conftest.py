@@ -1,40 +1,32 @@
 """A replica in this process, simulated workers, here or elsewhere, and a client of each kind."""
 
-from __future__ import annotations
-
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import fields, replace
-from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from redis.asyncio import Redis
 
-from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.core.worker_report import WorkerInfo
-from app.door.tracing import Tracing
 from app.edge.app import create_app
 from app.http.server import listen, serve
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.router import routers
 from app.state.scripts import ScriptRunner
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from workers.main import serve as serve_worker
 
 MODEL = "sim-model"
 
 
-def options_of(redis_url: str, name: str) -> dict[str, Any]:
+def options_of(redis_url, name):
     """Of a simulated worker of MODEL, a hundred times as fast as a real one."""
     return {
         "redis_url": redis_url,
@@ -47,13 +39,13 @@ def options_of(redis_url: str, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     """Replicas look at the directory of models more often than they do as a rule."""
     monkeypatch.setattr(routers, "DIRECTORY_INTERVAL_S", 0.1)
 
 
 @contextmanager
-def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
+def worker(redis_url, name, **options):
     """A simulated worker as a process of its own, to be killed or stopped."""
     chosen = options_of(redis_url, name) | options
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
@@ -65,7 +57,7 @@ def worker(redis_url: str, name: str, **options: object) -> Iterator[Process]:
 
 
 @asynccontextmanager
-async def worker_here(redis_url: str, name: str, **options: Any) -> AsyncIterator[str]:
+async def worker_here(redis_url, name, **options):
     """The URL of a simulated worker in this process, which costs a second of CPU less."""
     here = {"port": free_port(), "drain_s": 0.0, "lease_ttl_s": 60.0}
     chosen = options_of(redis_url, name) | here | options
@@ -78,24 +70,20 @@ async def worker_here(redis_url: str, name: str, **options: Any) -> AsyncIterato
 
 
 @asynccontextmanager
-async def replica(
-    redis_url: str, tracing: Tracing | None = None, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def replica(redis_url, tracing=None, **settings):
     """A client of a replica that listens on a port."""
     async with changing_replica(redis_url, tracing, **settings) as (client, _):
         yield client
 
 
 @asynccontextmanager
-async def changing_replica(
-    redis_url: str, tracing: Tracing | None = None, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, Callable[..., None]]]:
+async def changing_replica(redis_url, tracing=None, **settings):
     """The same, and what changes some of its settings while it runs."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000, "show_decision": True} | settings
     given = {"redis_url": redis_url, "namespace": NAMESPACE} | chosen
     app = create_app(RouterSettings(**given), tracing)
 
-    def change(**changed: Any) -> None:
+    def change(**changed):
         app.replica.adopt(replace(app.replica.settings, **changed))
 
     with listen("127.0.0.1", 0) as listening:
@@ -113,15 +101,8 @@ async def changing_replica(
 
 @asynccontextmanager
 async def completing(
-    redis: Redis,
-    name: str,
-    complete: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    engine: str = "",
-    path: str = "/v1/completions",
-    more: Iterable[web.RouteDef] = (),
-    keys: Keyspace = KEYS,
-    **about: Any,
-) -> AsyncIterator[FakeWorker]:
+    redis, name, complete, engine="", path="/v1/completions", more=(), keys=KEYS, **about
+):
     """A worker of model `m` in a namespace, whose engine answers POST `path` by `complete`.
 
     more: that the engine answers. about: more of WorkerInfo.
@@ -134,7 +115,7 @@ async def completing(
 
 
 @asynccontextmanager
-async def sick_worker(redis: Redis, name: str, **about: Any) -> AsyncIterator[FakeEngine]:
+async def sick_worker(redis, name, **about):
     """A worker of model `m`, without an agent, whose engine falls ill on demand.
 
     about: more of WorkerInfo, and options of FakeEngine.
@@ -146,9 +127,7 @@ async def sick_worker(redis: Redis, name: str, **about: Any) -> AsyncIterator[Fa
         yield engine
 
 
-async def registered(
-    redis: Redis, name: str, address: str, keys: Keyspace = KEYS, **about: Any
-) -> FakeWorker:
+async def registered(redis, name, address, keys=KEYS, **about):
     info = worker_info(name, kv_total_blocks=100_000)
     if "kv_transfer" in about:
         about = {"kv_compatible": "fakes"} | about
@@ -159,17 +138,16 @@ async def registered(
     return worker
 
 
-def port_of(listening: socket.socket) -> int:
-    port: int = listening.getsockname()[1]
-    return port
+def port_of(listening):
+    return listening.getsockname()[1]
 
 
-async def models(client: httpx.AsyncClient) -> list[str]:
+async def models(client):
     return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
 
 
-async def until_healthy(client: httpx.AsyncClient) -> None:
-    async def healthy() -> bool:
+async def until_healthy(client):
+    async def healthy():
         with suppress(httpx.TransportError):
             return (await client.get("/health")).is_success
         return False
@@ -177,8 +155,8 @@ async def until_healthy(client: httpx.AsyncClient) -> None:
     await eventually(healthy)
 
 
-async def until_serving(client: httpx.AsyncClient, num_workers: int) -> None:
-    async def workers() -> int:
+async def until_serving(client, num_workers):
+    async def workers():
         return len((await client.get("/v1/workers")).json()["workers"])
 
     await eventually(workers, lambda found: found == num_workers, within_s=90.0)
@@ -186,7 +164,7 @@ async def until_serving(client: httpx.AsyncClient, num_workers: int) -> None:
 
 
 @pytest.fixture
-async def door(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+async def door(one_redis_server):
     """A client of a replica with two workers."""
     url = one_redis_server.url
     async with worker_here(url, "a"), worker_here(url, "b"), replica(url) as client:

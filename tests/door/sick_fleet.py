@@ -8,20 +8,17 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.failures import SOON_S
 from tests.door.conftest import replica, until_serving
 from tests.fakes.engine import FakeEngine
-from tests.fakes.faults import WELL, Faults
+from tests.fakes.faults import WELL
 from tests.fakes.leased import leased
 
 SLOW = {"prefill_s": 0.1}
@@ -33,10 +30,10 @@ TOKENIZE = "/tokenize"
 STREAMED = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 
 
-def asked(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
+def asked(path, text="hi", **more):
     """A request for a path."""
     turns = [{"role": "user", "content": text}]
-    members: dict[str, Any] = {
+    members = {
         CHAT: {"messages": turns, "max_tokens": 4},
         COMPLETIONS: {"prompt": [1, 2, 3], "max_tokens": 4},
         MESSAGES: {"messages": turns, "max_tokens": 4},
@@ -47,7 +44,7 @@ def asked(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
     return {"model": "m", **members, **more}
 
 
-def few_quick(names: Iterable[str], *quick: str) -> list[Any]:
+def few_quick(names, *quick):
     """All but `quick` are for make test-slow."""
     slow = pytest.mark.slow
     return [name if name in quick else pytest.param(name, marks=slow) for name in names]
@@ -63,12 +60,12 @@ class SickFleet:
     _num_ill: int = 0
     _ill_since_s: float = 0.0
 
-    def fall_ill(self, faults: Faults, number: int = 1) -> None:
+    def fall_ill(self, faults, number=1):
         self._num_ill, self._ill_since_s = number, time.monotonic()
         for engine in self.engines[:number]:
             engine.faults = faults
 
-    def assert_few_tries(self, at_once: int) -> None:
+    def assert_few_tries(self, at_once):
         """That those that fell ill got no more than the rules allow, whatever the machine is busy
         with: as many of the requests that came at once as others, until the second failure in a row
         was known, those that came meanwhile, and then one after each pause. at_once: so many."""
@@ -78,30 +75,30 @@ class SickFleet:
         came = sum(self.came()[: self._num_ill])
         assert came <= until_known + trials, f"{came} after {ill_s:.1f} s"
 
-    def recover(self) -> None:
+    def recover(self):
         for engine in self.engines:
             engine.faults = WELL
 
-    def came(self) -> list[int]:
+    def came(self):
         """Requests that each engine had."""
         return [engine.requests[self.path] for engine in self.engines]
 
-    async def ask(self, number: int = 0, **more: Any) -> httpx.Response:
+    async def ask(self, number=0, **more):
         body = asked(self.path, f"{number}", **more)
         return await self.doors[number % len(self.doors)].post(self.path, json=body)
 
-    async def ask_many(self, count: int, at_once: int = 24, **more: Any) -> list[httpx.Response]:
+    async def ask_many(self, count, at_once=24, **more):
         """By so many clients, each of which asks again once it is answered."""
         numbers, answers = iter(range(count)), list[httpx.Response]()
 
-        async def client() -> None:
+        async def client():
             for number in numbers:
                 answers.append(await self.ask(number, **more))
 
         await asyncio.gather(*(client() for _ in range(at_once)))
         return answers
 
-    async def shares(self, count: int = 60, **more: Any) -> list[float]:
+    async def shares(self, count=60, **more):
         """What each engine got of so many requests; 1.0: as much as if all got the same."""
         before = self.came()
         await self.ask_many(count, **more)
@@ -109,26 +106,20 @@ class SickFleet:
         return [one * len(got) / sum(got) for one in got]
 
 
-def num_pauses(within_s: float) -> int:
+def num_pauses(within_s):
     """How many of a worker that fails each trial at once end in so many seconds."""
     lengths_s = itertools.accumulate(min(2.0**number, SOON_S) for number in itertools.count())
     return sum(1 for _ in itertools.takewhile(lambda end_s: end_s <= within_s, lengths_s))
 
 
-def statuses(answers: list[httpx.Response]) -> Counter[int]:
+def statuses(answers):
     return Counter(answer.status_code for answer in answers)
 
 
 @asynccontextmanager
 async def sick_fleet(
-    redis: Redis,
-    url: str,
-    engines: int = 3,
-    replicas: int = 1,
-    path: str = COMPLETIONS,
-    about: Mapping[str, Any] = MappingProxyType({}),
-    **settings: Any,
-) -> AsyncIterator[SickFleet]:
+    redis, url, engines=3, replicas=1, path=COMPLETIONS, about=MappingProxyType({}), **settings
+):
     """All well. about: more of each WorkerInfo. settings: of the replicas."""
     async with AsyncExitStack() as stack:
         some = [

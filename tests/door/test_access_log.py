@@ -1,25 +1,20 @@
 """What operators are told of requests to the front door, those that are refused included."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket
 from datetime import UTC, datetime
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import quote
 
 import orjson
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door import access_log
 from app.door.access_log import FIELDS, LINE_FIELDS, AccessLog
 from app.door.record import RequestRecord
 from app.edge.errors import ERRORS, reason_of
-from app.local.redis_server import EmbeddedRedis
 from app.output import OUT
 from tests.door.conftest import completing, models, registered, replica, until_serving
 from tests.edge.test_metrics import scrape
@@ -28,11 +23,11 @@ from tests.fakes.engine import fake_engine
 from workers.engines.sim.text import FOLDER
 
 SECRET = "swordfish"
-ASKED: dict[str, Any] = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
+ASKED = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
 PATH = "/v1/completions"
 
 
-async def complete(request: web.Request) -> web.StreamResponse:
+async def complete(request):
     body = await request.json()
     usage = {"prompt_tokens": 5, "completion_tokens": 3}
     usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
@@ -47,16 +42,16 @@ async def complete(request: web.Request) -> web.StreamResponse:
     return answer
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def lines(capsys):
     """Those of the log since the last call."""
     OUT.flush()
     return [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 async def test_a_line_has_all_that_a_request_can_be_billed_and_searched_by(
-    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings: dict[str, Any] = {"access_log": True, "api_key": "k", "port": 4711}
+    one_redis_server, redis, capsys
+):
+    settings = {"access_log": True, "api_key": "k", "port": 4711}
     settings["model_alias"] = "old=m"
     async with (
         completing(redis, "a", complete),
@@ -124,12 +119,8 @@ TURN = {"role": "user", "content": "Tell me more of it. " * 20}
     ],
 )
 async def test_what_a_client_got_before_it_left_is_counted_here(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    capsys: pytest.CaptureFixture[str],
-    path: str,
-    asked: dict[str, Any],
-) -> None:
+    one_redis_server, redis, capsys, path, asked
+):
     tokenizer = str(FOLDER)
     async with (
         fake_engine(token_s=0.02, tokenizer=tokenizer) as engine,
@@ -147,7 +138,7 @@ async def test_what_a_client_got_before_it_left_is_counted_here(
                 if len(re.findall(r'"(?:content|text|delta)":"[^"]', said)) >= 5:
                     break
 
-        async def logged() -> list[dict[str, Any]]:
+        async def logged():
             return lines(capsys)
 
         [line] = await eventually(logged)
@@ -162,9 +153,7 @@ async def test_what_a_client_got_before_it_left_is_counted_here(
             assert not found("door_tokens_total", model=model, kind=kind)
 
 
-async def test_identities_are_hashed_if_they_are_to_be(
-    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_identities_are_hashed_if_they_are_to_be(one_redis_server, redis, capsys):
     settings = {"access_log": True, "log_identities": "hash"}
     async with completing(redis, "a", complete), replica(one_redis_server.url, **settings) as door:
         await until_serving(door, 1)
@@ -197,12 +186,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_a_refused_request_has_a_line_and_is_counted(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    what: str,
-) -> None:
+    one_redis_server, redis, capsys, caplog, what
+):
     request, (status, outcome, model) = REFUSED[what]
     settings = {"access_log": True, "api_key": "k", "max_request_bytes": 65_536}
     async with (
@@ -232,9 +217,7 @@ async def test_a_refused_request_has_a_line_and_is_counted(
     assert SECRET not in caplog.text
 
 
-async def test_a_client_that_goes_while_it_sends_is_counted(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_client_that_goes_while_it_sends_is_counted(one_redis_server, redis):
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         _, writer = await asyncio.open_connection("127.0.0.1", door.base_url.port)
@@ -242,16 +225,14 @@ async def test_a_client_that_goes_while_it_sends_is_counted(
         await writer.drain()
         writer.transport.abort()
 
-        async def gone() -> float:
+        async def gone():
             found = await scrape(door)
             return found("door_requests_total", model="", outcome="left_before_token", code="499")
 
         await eventually(gone, lambda number: number == 1)
 
 
-async def test_paths_beside_the_api_itself_are_logged_too(
-    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_paths_beside_the_api_itself_are_logged_too(one_redis_server, redis, capsys):
     settings = {"access_log": True, "api_key": "k"}
     async with completing(redis, "a", complete), replica(one_redis_server.url, **settings) as door:
         await until_serving(door, 1)
@@ -270,12 +251,7 @@ async def test_paths_beside_the_api_itself_are_logged_too(
     ]
 
 
-async def test_what_a_client_sends_forges_no_line(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_a_client_sends_forges_no_line(one_redis_server, redis, capsys, caplog):
     settings = {"access_log": True}
     async with completing(redis, "a", complete), replica(one_redis_server.url, **settings) as door:
         await until_serving(door, 1)
@@ -292,14 +268,12 @@ async def test_what_a_client_sends_forges_no_line(
     assert not [message for message in caplog.messages if "\n" in message]
 
 
-def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(capsys, monkeypatch):
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr(access_log, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     log = AccessLog(on=True, hashes=False, replica="here:1")
 
-    def ended(outcome: str, times: int) -> list[dict[str, Any]]:
+    def ended(outcome, times):
         for _ in range(times):
             record = RequestRecord(PATH, status=401)
             record.end(outcome, ended_by="router")
@@ -317,7 +291,7 @@ def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(
     assert later.keys() == FIELDS.keys() | LINE_FIELDS.keys()
 
 
-def test_reasons_repeat_no_value_of_the_callers() -> None:
+def test_reasons_repeat_no_value_of_the_callers():
     for kind in ERRORS:
         error = Exception.__new__(kind)
         Exception.__init__(error, f"prompt: must be text, got {SECRET!r}")
@@ -325,9 +299,7 @@ def test_reasons_repeat_no_value_of_the_callers() -> None:
     assert reason_of(LookupError(SECRET)) == "LookupError; see the router's log"
 
 
-async def test_what_a_client_wrote_is_printed_as_escapes(
-    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_a_client_wrote_is_printed_as_escapes(one_redis_server, redis, capsys):
     hostile = "\x9b2J\u202eevil\u2028"
     async with (
         completing(redis, "a", complete),

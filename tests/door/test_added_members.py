@@ -1,24 +1,18 @@
 """What a router adds to a request is taken back once an engine refuses it, and left out then."""
 
-from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 
 QWEN = str(Path(__file__).parents[1] / "data/door/qwen")
 VLLM = "vllm 0.33.0"
 TEXTS, CHAT = "/v1/completions", "/v1/chat/completions"
 TURNS = {"messages": [{"role": "user", "content": "hi there"}]}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "stream_options": (TEXTS, {"prompt": "hi"}, {"engine": "openai"}, {}),
     "return_token_ids": (TEXTS, {"prompt": [1, 2, 3]}, {"engine": VLLM}, {"migrate": True}),
     "kv_transfer_params": (CHAT, TURNS, {"engine": VLLM, "tokenizer": QWEN}, {}),
@@ -26,10 +20,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def strict(refuses: Callable[[Any], str], heard: list[Any]) -> Callable[..., Awaitable[Any]]:
+def strict(refuses, heard):
     """An engine that refuses what `refuses` names of a body."""
 
-    async def complete(request: web.Request) -> web.StreamResponse:
+    async def complete(request):
         body = await request.json()
         heard.append(body)
         if name := refuses(body):
@@ -46,13 +40,11 @@ def strict(refuses: Callable[[Any], str], heard: list[Any]) -> Callable[..., Awa
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_it_is_taken_back_once_and_remembered(
-    name: str, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_it_is_taken_back_once_and_remembered(name, redis, one_redis_server):
     path, asks, about, settings = CASES[name]
-    heard: list[Any] = []
+    heard = []
 
-    def refuses(body: Any) -> str:
+    def refuses(body):
         is_added = body.get(name) is not None and body.get(name) != asks.get(name)
         return name if is_added else ""
 
@@ -69,10 +61,8 @@ async def test_it_is_taken_back_once_and_remembered(
     assert all(body.get(name) == asks.get(name) for body in heard if not refuses(body))
 
 
-async def test_what_the_client_says_itself_is_refused_once(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
-    heard: list[Any] = []
+async def test_what_the_client_says_itself_is_refused_once(redis, one_redis_server):
+    heard = []
     complete = strict(lambda body: "stream_options" if "stream_options" in body else "", heard)
     async with (
         completing(redis, "a", complete, engine="openai"),

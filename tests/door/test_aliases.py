@@ -1,25 +1,19 @@
 """Other names for models: answered as the model's own, and never sent to engines."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.settings.kinds import parse_aliases
 from app.core.settings.router import RouterSettings
 from app.door.asked import RERANKS, SCORES
 from app.edge.app import create_app
 from app.edge.live import LiveSettings
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, models, replica
 from tests.eventually import eventually
 
 ALIASES = "gpt-4o=m, gpt-4=m,\n code=sql,lost=gone"
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "/v1/chat/completions": MESSAGES,
     "/v1/completions": {"prompt": "hi"},
     "/v1/embeddings": {"input": "hi"},
@@ -32,16 +26,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": MESSAGES,
 }
 """A body for each path of which engines answer requests."""
-ANSWER: dict[str, Any] = {"choices": [], "content": [], "output": []}
+ANSWER = {"choices": [], "content": [], "output": []}
 """Of any dialect."""
 
 
-async def test_an_alias_is_answered_in_every_dialect_and_no_engine_sees_it(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    sent: list[tuple[str, Any]] = []
+async def test_an_alias_is_answered_in_every_dialect_and_no_engine_sees_it(one_redis_server, redis):
+    sent = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         sent.append((request.path, await request.json()))
         return web.json_response({"tokens": [1, 2], "count": 2} | ANSWER)
 
@@ -58,10 +50,8 @@ async def test_an_alias_is_answered_in_every_dialect_and_no_engine_sees_it(
                 assert path in [asked_at for asked_at, _ in sent]
 
 
-async def test_aliases_are_listed_as_the_models_that_they_stand_for(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    async def answer(_: web.Request) -> web.Response:
+async def test_aliases_are_listed_as_the_models_that_they_stand_for(one_redis_server, redis):
+    async def answer(_):
         return web.json_response({"choices": []})
 
     engine = completing(redis, "a", answer, adapters=("sql",), max_model_len=64)
@@ -83,12 +73,10 @@ async def test_aliases_are_listed_as_the_models_that_they_stand_for(
             )
 
 
-async def test_an_alias_goes_before_a_model_of_its_name(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_an_alias_goes_before_a_model_of_its_name(one_redis_server, redis):
     asked = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         asked.append((await request.json())["model"])
         return web.json_response({"choices": []})
 
@@ -110,12 +98,12 @@ async def test_an_alias_goes_before_a_model_of_its_name(
         ("a=a", "'a=a': a is an alias itself"),
     ],
 )
-def test_an_alias_that_cannot_be_meant_is_named(text: str, error: str) -> None:
+def test_an_alias_that_cannot_be_meant_is_named(text, error):
     with pytest.raises(ValueError, match=error):
         parse_aliases(text)
 
 
-def test_aliases_change_while_a_replica_runs() -> None:
+def test_aliases_change_while_a_replica_runs():
     replica = create_app(RouterSettings(model_alias="a=m")).replica
     live = LiveSettings(replica, "file", lambda: RouterSettings(model_alias="b=m,c=m"))
     assert replica.door.models.aliases == {"a": "m"}

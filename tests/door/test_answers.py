@@ -1,18 +1,11 @@
 """What clients of the OpenAI API get at the front door, from real workers."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
-from typing import Any
 
-import httpx
 import orjson
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.core.outcomes import Ending
-from app.local.redis_server import EmbeddedRedis
 from app.tokens import load
 from tests.door.conftest import MODEL, completing, models, replica, until_serving, worker_here
 from tests.endings import all_endings
@@ -23,35 +16,33 @@ LLAMA = Path(__file__).parents[1] / "data/door/llama"
 SYSTEM = {"role": "system", "content": "You are terse. " * 40}
 
 
-def chat(*turns: str, **more: Any) -> dict[str, Any]:
+def chat(*turns, **more):
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     return {"model": MODEL, "messages": [SYSTEM, *messages], "max_tokens": 8} | more
 
 
-def events(text: str) -> list[Any]:
+def events(text):
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [orjson.loads(line) for line in lines[:-1]]
 
 
-async def test_a_chat_goes_where_its_prefix_is_and_is_not_tokenized_again(
-    door: httpx.AsyncClient,
-) -> None:
-    async def ask(*turns: str) -> tuple[str, int, int]:
+async def test_a_chat_goes_where_its_prefix_is_and_is_not_tokenized_again(door):
+    async def ask(*turns):
         answer = await door.post("/v1/chat/completions", json=chat(*turns))
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return answer.headers["x-kvroute-worker"], cached, usage["prompt_tokens"]
 
-    async def tokens_from(source: str) -> float:
+    async def tokens_from(source):
         return await counted(door, f'tokens_from_total{{model="{MODEL}",source="{source}"}}')
 
     await ask("warm up")
     await eventually(lambda: ask("warm up"), lambda found: found[1] > 0)
 
-    async def rendered() -> float:
+    async def rendered():
         await ask("hello")
         return await tokens_from("router")
 
@@ -67,13 +58,13 @@ async def test_a_chat_goes_where_its_prefix_is_and_is_not_tokenized_again(
     )
 
 
-async def counted(door: httpx.AsyncClient, name: str) -> float:
+async def counted(door, name):
     lines = (await door.get("/metrics")).text.splitlines()
     found = [line for line in lines if line.startswith(f"kvroute_door_{name}")]
     return float(found[0].rpartition(" ")[2]) if found else 0.0
 
 
-async def test_a_stream_has_usage_only_if_it_was_asked_for(door: httpx.AsyncClient) -> None:
+async def test_a_stream_has_usage_only_if_it_was_asked_for(door):
     asked = chat("count", stream=True, max_tokens=5)
     plain = events((await door.post("/v1/chat/completions", json=asked)).text)
     assert [len(event["choices"]) for event in plain] == [1] * 5
@@ -87,10 +78,8 @@ async def test_a_stream_has_usage_only_if_it_was_asked_for(door: httpx.AsyncClie
     assert tokens == 10
 
 
-async def test_no_overlap_is_counted_where_the_engine_passes_its_cache_by(
-    door: httpx.AsyncClient,
-) -> None:
-    async def overlap(**more: Any) -> str:
+async def test_no_overlap_is_counted_where_the_engine_passes_its_cache_by(door):
+    async def overlap(**more):
         answer = await door.post("/v1/chat/completions", json=chat("hello", **more))
         return answer.headers["x-kvroute-overlap"].partition("/")[0]
 
@@ -98,15 +87,13 @@ async def test_no_overlap_is_counted_where_the_engine_passes_its_cache_by(
     assert await overlap(prompt_logprobs=1) == "0"
 
 
-async def test_what_came_of_answers_is_recorded_for_the_planner(
-    door: httpx.AsyncClient, redis: Redis
-) -> None:
+async def test_what_came_of_answers_is_recorded_for_the_planner(door, redis):
     for name, streams in (("whole", False), ("stream", True)):
         asked = chat("count", stream=streams, max_tokens=5)
         headers = {"x-request-id": name}
         await door.post("/v1/chat/completions", json=asked, headers=headers)
 
-    async def recorded() -> dict[str, Ending]:
+    async def recorded():
         return await all_endings(redis, KEYS)
 
     found = await eventually(recorded, lambda found: len(found) == 2)
@@ -116,7 +103,7 @@ async def test_what_came_of_answers_is_recorded_for_the_planner(
     assert found["stream"].ttft_ms is not None
 
 
-async def test_equal_prompts_have_equal_answers_however_they_come(door: httpx.AsyncClient) -> None:
+async def test_equal_prompts_have_equal_answers_however_they_come(door):
     whole = (await door.post("/v1/chat/completions", json=chat("tell"))).json()
     stream = await door.post("/v1/chat/completions", json=chat("tell", stream=True))
     pieces = [e["choices"][0]["delta"].get("content", "") for e in events(stream.text)]
@@ -130,17 +117,17 @@ async def test_equal_prompts_have_equal_answers_however_they_come(door: httpx.As
 
 
 async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engines(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     source = str(LLAMA)
     hash_here = load(source).fingerprint
 
-    async def complete(_: web.Request) -> web.Response:
+    async def complete(_):
         return web.json_response({"choices": []})
 
     apart = []
 
-    async def remarks(tokenizer_hash: str) -> list[str]:
+    async def remarks(tokenizer_hash):
         hashed = {"tokenizer": source, "tokenizer_hash": tokenizer_hash}
         async with (
             completing(redis, "a", complete, **hashed),
@@ -148,10 +135,9 @@ async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engi
         ):
             await until_serving(door, 1)
 
-            async def loaded() -> list[str]:
+            async def loaded():
                 await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
-                missing: list[str] = (await door.get("/readiness")).json()["missing"]
-                return missing
+                return (await door.get("/readiness")).json()["missing"]
 
             found = await eventually(loaded, lambda missing: "not loaded yet" not in str(missing))
             apart.append(await counted(door, 'tokenizer_apart{model="m"}'))
@@ -164,9 +150,7 @@ async def test_a_model_whose_workers_tokenize_in_another_way_is_left_to_its_engi
     assert apart == [0, 0, 1]
 
 
-async def test_an_unknown_model_is_404_and_one_without_workers_503(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_an_unknown_model_is_404_and_one_without_workers_503(one_redis_server):
     url = one_redis_server.url
     async with replica(url) as door:
         async with worker_here(url, "a"):
@@ -187,7 +171,7 @@ async def test_an_unknown_model_is_404_and_one_without_workers_503(
         assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_what_a_client_may_not_say_is_named(door: httpx.AsyncClient) -> None:
+async def test_what_a_client_may_not_say_is_named(door):
     transfer = {"prompt_token_ids": [1]}
     part = {"type": "image_url", "image_url": None, "uuid": "of another client"}
     named = [{"role": "user", "content": [part]}]
@@ -210,8 +194,8 @@ async def test_what_a_client_may_not_say_is_named(door: httpx.AsyncClient) -> No
     assert answer.status_code == 200, answer.text
 
 
-async def test_salts_share_nothing(door: httpx.AsyncClient) -> None:
-    async def overlap(**more: Any) -> str:
+async def test_salts_share_nothing(door):
+    async def overlap(**more):
         answer = await door.post("/v1/chat/completions", json=chat("salted", **more))
         return answer.headers["x-kvroute-overlap"]
 
@@ -221,21 +205,21 @@ async def test_salts_share_nothing(door: httpx.AsyncClient) -> None:
     await eventually(lambda: overlap(cache_salt="red"), lambda found: not found.startswith("0/"))
 
 
-async def test_stored_state_is_refused(door: httpx.AsyncClient) -> None:
+async def test_stored_state_is_refused(door):
     asked = {"model": MODEL, "input": "x", "previous_response_id": "resp_1"}
     answer = await door.post("/v1/responses", json=asked)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-async def test_errors_of_messages_have_their_own_form(door: httpx.AsyncClient) -> None:
+async def test_errors_of_messages_have_their_own_form(door):
     answer = await door.post("/v1/messages", json={"model": "x", "messages": []})
     assert answer.status_code == 404
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "not_found_error"
 
 
-async def test_a_key_guards_all_but_health(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_key_guards_all_but_health(one_redis_server):
     url = one_redis_server.url
     async with (
         worker_here(url, "a", worker_key="inner"),

@@ -1,9 +1,5 @@
 """What the body of a request asks for."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from app.door import asked
@@ -22,7 +18,5 @@ from app.door.asked import Api
         (Api.CHAT, {"prompt_logprobs": 0}, False),
     ],
 )
-def test_probabilities_of_the_prompt_make_an_engine_pass_its_cache_by(
-    api: Api, more: dict[str, Any], reads: bool
-) -> None:
+def test_probabilities_of_the_prompt_make_an_engine_pass_its_cache_by(api, more, reads):
     assert asked.read(api, more).reads_cache == reads

@@ -1,61 +1,51 @@
 """Workers whose agents are away: their engines answer, so they stay in service."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.keys import MODELS
 from app.core.roles import Role
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, sick_worker, until_serving
 from tests.door.sick_fleet import sick_fleet, statuses
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.fakes.engine import FakeEngine
 from tests.fakes.faults import WELL, Faults
 
 PROMPT = list(range(200))
 
 
-async def ask(client: httpx.AsyncClient, prompt: list[int] = PROMPT) -> httpx.Response:
+async def ask(client, prompt=PROMPT):
     body = {"model": "m", "prompt": prompt, "max_tokens": 2}
     return await client.post("/v1/completions", json=body)
 
 
-async def away(client: httpx.AsyncClient) -> list[str]:
+async def away(client):
     """Names of the workers in service whose agents are away."""
     found = (await client.get("/v1/workers")).json()["workers"]
     return sorted(one["worker_id"] for one in found if one["state"] == "away")
 
 
-async def until_away(client: httpx.AsyncClient, *names: str) -> None:
+async def until_away(client, *names):
     await eventually(lambda: away(client), lambda found: found == list(names))
 
 
-async def served(client: httpx.AsyncClient) -> list[str]:
+async def served(client):
     found = (await client.get("/v1/workers")).json()["workers"]
     return sorted(one["worker_id"] for one in found)
 
 
-async def end_leases(redis: Redis, *incarnations: bytes, left_ms: int = 600) -> None:
+async def end_leases(redis, *incarnations, left_ms=600):
     """What comes of it when agents renew no more. None: of all workers."""
     seconds, micros = await redis.time()
     ends_ms = int(seconds) * 1000 + int(micros) // 1000 + left_ms
-    incs: Any = incarnations or await redis.zrange(KEYS["leases"], 0, -1)
+    incs = incarnations or await redis.zrange(KEYS["leases"], 0, -1)
     await redis.zadd(KEYS["leases"], dict.fromkeys(incs, ends_ms))
 
 
 @asynccontextmanager
-async def fleet(
-    redis: Redis, url: str, number: int = 2, **about: Any
-) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient]]:
+async def fleet(redis, url, number=2, **about):
     """Engines `e0`, `e1` … without agents, and a client of a replica."""
     async with AsyncExitStack() as stack:
         engines = [
@@ -67,9 +57,7 @@ async def fleet(
         yield engines, client
 
 
-async def test_no_request_fails_when_all_agents_go_at_once(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_no_request_fails_when_all_agents_go_at_once(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as (_, client):
         await end_leases(redis)
         answers = []
@@ -89,15 +77,15 @@ async def test_no_request_fails_when_all_agents_go_at_once(
 
 
 async def test_blocks_of_a_worker_whose_agent_is_away_are_those_that_were_routed_there(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     async with fleet(redis, one_redis_server.url) as (engines, client):
         await end_leases(redis)
         await until_away(client, "e0", "e1")
         first = await ask(client)
         assert first.headers["x-kvroute-overlap"].startswith("0/")
 
-        async def again() -> bool:
+        async def again():
             return not (await ask(client)).headers["x-kvroute-overlap"].startswith("0/")
 
         await eventually(again, bool)
@@ -106,9 +94,7 @@ async def test_blocks_of_a_worker_whose_agent_is_away_are_those_that_were_routed
         assert sum(engine.requests["/v1/completions"] for engine in engines) == sum(before) + 1
 
 
-async def test_a_slot_is_promised_once_while_the_agent_is_away(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_slot_is_promised_once_while_the_agent_is_away(redis, one_redis_server):
     """By two replicas, the second of which starts meanwhile."""
     url = one_redis_server.url
     async with fleet(redis, url, 1, max_requests=1, prefill_s=1.0) as (engines, client):
@@ -125,14 +111,14 @@ async def test_a_slot_is_promised_once_while_the_agent_is_away(
 
 
 async def test_a_replica_that_starts_alone_finds_workers_whose_leases_lapsed_long_ago(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     url = one_redis_server.url
     async with sick_worker(redis, "e0"), sick_worker(redis, "e1"):
         await end_leases(redis, left_ms=-3_600_000)
         async with replica(url) as client:
 
-            async def ready() -> int:
+            async def ready():
                 return (await client.get("/readiness")).status_code
 
             await eventually(ready, lambda status: status == 200)
@@ -141,9 +127,7 @@ async def test_a_replica_that_starts_alone_finds_workers_whose_leases_lapsed_lon
 
 
 @pytest.mark.slow
-async def test_an_engine_that_ends_while_its_agent_is_away_is_gone(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_an_engine_that_ends_while_its_agent_is_away_is_gone(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as (engines, client):
         await end_leases(redis)
         await until_away(client, "e0", "e1")
@@ -155,8 +139,8 @@ async def test_an_engine_that_ends_while_its_agent_is_away_is_gone(
 
 @pytest.mark.slow
 async def test_an_engine_that_is_away_for_a_moment_is_back_without_its_agent(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     async with fleet(redis, one_redis_server.url, 1) as (engines, client):
         await end_leases(redis)
         await until_away(client, "e0")
@@ -166,9 +150,7 @@ async def test_an_engine_that_is_away_for_a_moment_is_back_without_its_agent(
         assert (await ask(client)).status_code == 200
 
 
-async def test_what_has_got_the_address_of_an_engine_is_not_taken_for_it(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_what_has_got_the_address_of_an_engine_is_not_taken_for_it(redis, one_redis_server):
     """As when a pod's address is given to one with another model."""
     async with (
         sick_worker(redis, "e0"),
@@ -182,9 +164,7 @@ async def test_what_has_got_the_address_of_an_engine_is_not_taken_for_it(
         await eventually(lambda: served(client), lambda found: found == ["e0"])
 
 
-async def test_an_engine_that_says_that_it_is_not_well_is_gone(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_an_engine_that_says_that_it_is_not_well_is_gone(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as (engines, client):
         engines[0].faults = Faults(health_status=503)
         await end_leases(redis)
@@ -193,9 +173,7 @@ async def test_an_engine_that_says_that_it_is_not_well_is_gone(
 
 
 @pytest.mark.slow
-async def test_bytes_that_come_are_life_where_no_answer_is_had_in_time(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_bytes_that_come_are_life_where_no_answer_is_had_in_time(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1, token_s=0.1) as (engines, client):
         engines[0].faults = Faults(health_s=60.0)
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 80, "stream": True}
@@ -210,16 +188,14 @@ async def test_bytes_that_come_are_life_where_no_answer_is_had_in_time(
 
 
 @pytest.mark.slow
-async def test_engines_that_are_late_to_answer_a_look_are_not_given_up(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_engines_that_are_late_to_answer_a_look_are_not_given_up(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as (engines, client):
         for engine in engines:
             engine.faults = Faults(health_s=3.0)
         await end_leases(redis)
         await until_away(client, "e0", "e1")
 
-        async def shortest_s() -> float:
+        async def shortest_s():
             assert await served(client) == ["e0", "e1"]
             found = (await client.get("/v1/workers")).json()["workers"]
             return float(min(one["since_s"] for one in found))
@@ -227,11 +203,9 @@ async def test_engines_that_are_late_to_answer_a_look_are_not_given_up(
         await eventually(shortest_s, lambda age_s: age_s > 5.0)  # longer than a lease
 
 
-async def test_one_that_is_away_is_dearer_than_those_that_are_heard_of(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_one_that_is_away_is_dearer_than_those_that_are_heard_of(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 3, prefill_s=0.05) as (engines, client):
-        leases: Any = await redis.zrange(KEYS["leases"], 0, -1)
+        leases = await redis.zrange(KEYS["leases"], 0, -1)
         first = min(leases, key=int)
         await end_leases(redis, first)
         await until_away(client, "e0")
@@ -245,9 +219,7 @@ async def test_one_that_is_away_is_dearer_than_those_that_are_heard_of(
         assert trust == {"e0:0": "approximate", "e1:0": "exact", "e2:0": "exact"}
 
 
-async def test_pairs_go_on_while_agents_are_away(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_pairs_go_on_while_agents_are_away(redis, one_redis_server):
     """Each is the only one of its role."""
     url = one_redis_server.url
     about = {"kv_transfer": "test"}
@@ -265,19 +237,17 @@ async def test_pairs_go_on_while_agents_are_away(
 
 
 async def test_names_of_models_stay_in_the_directory_while_all_agents_are_away(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     async with fleet(redis, one_redis_server.url) as (_, client):
         await redis.delete(MODELS)
         await end_leases(redis)
         await until_away(client, "e0", "e1")
-        found: Any = await eventually(lambda: redis.hget(MODELS, "m"), bool)
+        found = await eventually(lambda: redis.hget(MODELS, "m"), bool)
         assert found.startswith(b"test ")
 
 
-async def test_nobody_is_vouched_for_where_that_is_off(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_nobody_is_vouched_for_where_that_is_off(redis, one_redis_server):
     async with (
         sick_worker(redis, "e0"),
         replica(one_redis_server.url, agent_away_s=0.0) as client,
@@ -289,9 +259,9 @@ async def test_nobody_is_vouched_for_where_that_is_off(
 
 
 async def test_an_engine_without_the_paths_that_are_looked_at_lives_by_answering(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
-    async def never(_: object) -> Any:
+    redis, one_redis_server
+):
+    async def never(_):
         raise AssertionError("nobody asks")
 
     async with (
@@ -305,14 +275,14 @@ async def test_an_engine_without_the_paths_that_are_looked_at_lives_by_answering
 
 @pytest.mark.slow
 async def test_a_sick_worker_whose_agent_is_there_is_not_taken_for_one_whose_agent_is_away(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     """Its agent leaves the lease lapsed, again and again."""
     async with sick_fleet(redis, one_redis_server.url, engines=3) as sick:
         sick.fall_ill(Faults(status=500))
         seen = set[str]()
 
-        async def paused() -> bool:
+        async def paused():
             seen.update(await away(sick.doors[0]))
             await sick.ask_many(3, at_once=3)
             found = (await sick.doors[0].get("/v1/workers")).json()["paused"]

@@ -1,18 +1,11 @@
 """A request of many prompts: its longest one must fit, and their sum is its load."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.eventually import eventually
 
@@ -30,10 +23,8 @@ BATCHES = {
 
 
 @asynccontextmanager
-async def fleet(
-    redis: Redis, url: str, path: str, goes_on: asyncio.Event
-) -> AsyncIterator[httpx.AsyncClient]:
-    async def complete(_: web.Request) -> web.Response:
+async def fleet(redis, url, path, goes_on):
+    async def complete(_):
         await goes_on.wait()
         return web.json_response({"choices": [{"text": "x", "finish_reason": "stop"}]})
 
@@ -44,15 +35,15 @@ async def fleet(
 
 @pytest.mark.parametrize(("path", "members"), BATCHES.values(), ids=list(BATCHES))
 async def test_the_longest_part_must_fit_and_the_sum_is_the_load(
-    path: str, members: dict[str, Any], redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    path, members, redis, one_redis_server
+):
     goes_on = asyncio.Event()
     body = {"model": "m", **members}
     num_parts = max(len(value) for value in members.values() if isinstance(value, list))
     async with fleet(redis, one_redis_server.url, path, goes_on) as door:
         asked = asyncio.create_task(door.post(path, json=body))
 
-        async def load() -> int:
+        async def load():
             [worker] = (await door.get("/v1/workers")).json()["workers"]
             return int(worker["prefill_tokens"])
 

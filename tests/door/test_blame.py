@@ -1,7 +1,5 @@
 """The table of what is a failure of a worker, and what is its request's own fault."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import orjson
@@ -31,7 +29,7 @@ PATH = "/v1/messages"
         (520, EITHER, 2),
     ],
 )
-def test_a_status_that_is_the_workers_fault(status: int, whose: Suspects, in_a_row: int) -> None:
+def test_a_status_that_is_the_workers_fault(status, whose, in_a_row):
     failure = blame.of_status(status)
     assert failure is not None
     assert (failure.whose, failure.in_a_row, failure.most_s) == (whose, in_a_row, SOON_S)
@@ -39,7 +37,7 @@ def test_a_status_that_is_the_workers_fault(status: int, whose: Suspects, in_a_r
 
 
 @pytest.mark.parametrize("status", [200, 400, 402, 405, 409, 413, 415, 422, 451, 501])
-def test_a_status_that_is_none(status: int) -> None:
+def test_a_status_that_is_none(status):
     assert blame.of_status(status) is None
 
 
@@ -55,9 +53,7 @@ def test_a_status_that_is_none(status: int) -> None:
         (503, b"0", 1.0),
     ],
 )
-def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
-    status: int, after: bytes | None, pause_s: float
-) -> None:
+def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(status, after, pause_s):
     headers = [] if after is None else [(b"retry-after", after)]
     failure = blame.of_status(status, headers)
     assert failure is not None
@@ -77,7 +73,7 @@ def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
         (405, {"detail": "Method Not Allowed"}, PATH),
     ],
 )
-def test_a_404_is_of_a_model_or_of_a_path(status: int, body: object, subject: str) -> None:
+def test_a_404_is_of_a_model_or_of_a_path(status, body, subject):
     text = body.encode() if isinstance(body, str) else orjson.dumps(body)
     missing = PATH if blame.is_path_missing(status, text) else ""
     failure = blame.of_status(status, model="m", missing_path=missing)
@@ -94,11 +90,11 @@ def test_a_404_is_of_a_model_or_of_a_path(status: int, body: object, subject: st
         b'event: error\ndata: {"type":"error","code":"rate_limit_exceeded"}\n\n',
     ],
 )
-def test_events_that_ask_their_caller_for_patience(event: bytes) -> None:
+def test_events_that_ask_their_caller_for_patience(event):
     assert blame.of_event(event) == replace(BACK_PRESSURE, counts=Counts.CALLER)
 
 
-def test_an_overloaded_engine_asks_all_for_patience() -> None:
+def test_an_overloaded_engine_asks_all_for_patience():
     event = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n'
     assert blame.of_event(event) == BACK_PRESSURE
 
@@ -115,19 +111,17 @@ def test_an_overloaded_engine_asks_all_for_patience() -> None:
         ("error_event", False, False, (EITHER, 2, SOON_S)),
     ],
 )
-def test_what_broke_off(
-    cause: str, is_late: bool, is_whole: bool, expected: tuple[Suspects, int, float]
-) -> None:
+def test_what_broke_off(cause, is_late, is_whole, expected):
     failure = blame.of_break(cause, is_late=is_late, is_whole=is_whole)
     assert failure is not None
     assert (failure.whose, failure.in_a_row, failure.most_s) == expected
 
 
-def test_a_whole_answer_that_takes_long_is_no_failure_of_its_worker() -> None:
+def test_a_whole_answer_that_takes_long_is_no_failure_of_its_worker():
     assert blame.of_break("late", is_late=True, is_whole=True) is None
 
 
-def test_what_is_of_the_worker_is_not_of_a_path() -> None:
+def test_what_is_of_the_worker_is_not_of_a_path():
     unreachable = blame.of_break("unreachable", is_late=False, is_whole=False)
     of_model = blame.of_status(404, model="m")
     for failure in (unreachable, of_model, BACK_PRESSURE):

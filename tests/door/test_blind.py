@@ -1,18 +1,11 @@
 """Prompts whose tokens nobody knows go where their session or their text went before."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
@@ -21,12 +14,10 @@ WORDS = random.Random(3)
 
 
 @asynccontextmanager
-async def blind_fleet(
-    redis: Redis, url: str, path: str = "/v1/chat/completions"
-) -> AsyncIterator[httpx.AsyncClient]:
+async def blind_fleet(redis, url, path="/v1/chat/completions"):
     """Four workers that tokenize nothing."""
 
-    async def complete(_: web.Request) -> web.Response:
+    async def complete(_):
         return web.json_response(
             {"choices": [{"message": {"content": "x"}}], "content": [], "output": []}
         )
@@ -39,20 +30,18 @@ async def blind_fleet(
         yield door
 
 
-def said(characters: int) -> str:
+def said(characters):
     return "".join(WORDS.choices("abcdefghij ", k=characters))
 
 
-async def worker_of(
-    door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any], **headers: str
-) -> str:
+async def worker_of(door, redis, path, body, **headers):
     """Which one answers, once that was written down."""
     before = await redis.hgetall(KEYS["sessions"])
     answer = await door.post(path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-kvroute-trust"] == "blind"
 
-    async def written() -> Any:
+    async def written():
         return await redis.hgetall(KEYS["sessions"])
 
     await eventually(written, lambda now: now != before)
@@ -77,12 +66,7 @@ CHAT = "/v1/chat/completions"
     ],
     ids=str,
 )
-async def test_a_blind_prompt_follows_its_session(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    headers: dict[str, str],
-    more: dict[str, Any],
-) -> None:
+async def test_a_blind_prompt_follows_its_session(one_redis_server, redis, headers, more):
     async with blind_fleet(redis, one_redis_server.url) as door:
         seen = set()
         for _ in range(6):
@@ -102,16 +86,12 @@ async def test_a_blind_prompt_follows_its_session(
     ids=str,
 )
 async def test_without_a_session_it_follows_what_its_text_begins_like(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    path: str,
-    member: str,
-    shape: dict[str, Any],
-) -> None:
+    one_redis_server, redis, path, member, shape
+):
     """Also where what is unlike anything known in it changes at its end, as cache marks do."""
     async with blind_fleet(redis, one_redis_server.url, path) as door:
-        conversations: dict[int, list[Any]] = {n: [] for n in range(4)}
-        seen: dict[int, set[str]] = {n: set() for n in conversations}
+        conversations = {n: [] for n in range(4)}
+        seen = {n: set() for n in conversations}
         for _ in range(4):
             for number, turns in conversations.items():
                 turns.append(shape | {"content": said(3000)})

@@ -3,21 +3,13 @@
 Each test imports its own, as every test process loads this file, and they take three seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door.asked import COUNT_TOKENS
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, replica, sick_worker, until_serving
 from tests.door.test_answers import counted
 from tests.e2e.engines import agent_here
@@ -25,22 +17,17 @@ from tests.eventually import eventually
 from tests.fakes.engine import fake_engine
 from workers.engines.sim.text import FOLDER
 
-if TYPE_CHECKING:
-    import anthropic
-
 QUESTION_TEXT = "What does a router do?"
 QUESTION = [{"role": "user", "content": QUESTION_TEXT}]
 
 
 @pytest.fixture
-def base_url(door: httpx.AsyncClient) -> str:
+def base_url(door):
     return f"{door.base_url}/v1".replace("//v1", "/v1")
 
 
 @pytest.fixture
-async def spoken(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> AsyncIterator[httpx.AsyncClient]:
+async def spoken(one_redis_server, tmp_path):
     """A door to an engine that speaks every API, with an agent beside it."""
     url = one_redis_server.url
     async with (
@@ -52,21 +39,21 @@ async def spoken(
         yield door
 
 
-async def test_the_openai_client(base_url: str) -> None:
+async def test_the_openai_client(base_url):
     import openai
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(
             model=MODEL,
-            messages=QUESTION,  # type: ignore[arg-type]
+            messages=QUESTION,
             max_tokens=6,
         )
         assert whole.usage is not None
         assert whole.usage.completion_tokens == 6
         stream = await client.chat.completions.create(
             model=MODEL,
-            messages=QUESTION,  # type: ignore[arg-type]
+            messages=QUESTION,
             max_tokens=6,
             stream=True,
             stream_options={"include_usage": True},
@@ -78,22 +65,22 @@ async def test_the_openai_client(base_url: str) -> None:
         old = await client.completions.create(model=MODEL, prompt="once", max_tokens=3)
         assert len(old.choices[0].text.split()) == 3
         with pytest.raises(openai.NotFoundError, match="does not exist"):
-            await client.chat.completions.create(model="x", messages=QUESTION)  # type: ignore[arg-type]
+            await client.chat.completions.create(model="x", messages=QUESTION)
         with pytest.raises(openai.BadRequestError, match="input_ids"):
             await client.chat.completions.create(
                 model=MODEL,
-                messages=QUESTION,  # type: ignore[arg-type]
+                messages=QUESTION,
                 extra_body={"input_ids": [1]},
             )
 
 
-async def test_the_anthropic_client(spoken: httpx.AsyncClient) -> None:
+async def test_the_anthropic_client(spoken):
     import anthropic
 
     url = str(spoken.base_url)
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
 
-        async def ask(text: str) -> anthropic.types.Message:
+        async def ask(text):
             return await client.messages.create(
                 model=MODEL,
                 max_tokens=6,
@@ -110,8 +97,8 @@ async def test_the_anthropic_client(spoken: httpx.AsyncClient) -> None:
             messages=[{"role": "user", "content": [{"type": "text", "text": QUESTION_TEXT}]}],
         ) as stream:
             final = await stream.get_final_message()
-        assert final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
-        assert len(whole.content[0].text.split()) == 6  # type: ignore[union-attr]
+        assert final.content[0].text == whole.content[0].text
+        assert len(whole.content[0].text.split()) == 6
         cached = await eventually(lambda: ask(QUESTION_TEXT), _is_cached)
         assert cached.usage.input_tokens < whole.usage.input_tokens
         labels = f'model="{MODEL}",source="router"'
@@ -126,7 +113,7 @@ async def test_the_anthropic_client(spoken: httpx.AsyncClient) -> None:
             )
 
 
-async def test_the_anthropic_client_counts_tokens(spoken: httpx.AsyncClient) -> None:
+async def test_the_anthropic_client_counts_tokens(spoken):
     import anthropic
 
     url = str(spoken.base_url)
@@ -134,25 +121,23 @@ async def test_the_anthropic_client_counts_tokens(spoken: httpx.AsyncClient) -> 
     messages = [{"role": "user", "content": QUESTION_TEXT}]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
         for more in ({}, {"system": "You are terse."}, {"system": "You are.", "tools": [weather]}):
-            asked: dict[str, Any] = {"model": MODEL, "messages": messages, **more}
+            asked = {"model": MODEL, "messages": messages, **more}
             said = await client.messages.create(**asked, max_tokens=1)
             count = await client.messages.count_tokens(**asked)
             assert count.input_tokens == _prompt_tokens(said.usage)
         routed = f'request_seconds_count{{model="{MODEL}"}}'
         assert await counted(spoken, routed) == 3  # nothing was routed to count
         with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-            await client.messages.count_tokens(model="x", messages=messages)  # type: ignore[arg-type]
+            await client.messages.count_tokens(model="x", messages=messages)
         with pytest.raises(anthropic.BadRequestError, match="chat_template"):
             await client.messages.count_tokens(**asked, extra_body={"chat_template": "x"})
 
 
-def _prompt_tokens(usage: anthropic.types.Usage) -> int:
+def _prompt_tokens(usage):
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-async def test_a_worker_counts_tokens_where_they_are_not_known_here(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_counts_tokens_where_they_are_not_known_here(one_redis_server, redis):
     async with (
         sick_worker(redis, "a", engine="sglang 0.5") as engine,
         replica(one_redis_server.url) as door,
@@ -164,21 +149,21 @@ async def test_a_worker_counts_tokens_where_they_are_not_known_here(
         assert [heard.body for heard in engine.heard] == [asked]
 
 
-def _is_cached(answer: anthropic.types.Message) -> bool:
+def _is_cached(answer):
     return (answer.usage.cache_read_input_tokens or 0) > 0
 
 
-async def test_langchain(base_url: str) -> None:
+async def test_langchain(base_url):
     from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model=MODEL, base_url=base_url, api_key="any", max_tokens=5)  # type: ignore[arg-type,call-arg]
+    model = ChatOpenAI(model=MODEL, base_url=base_url, api_key="any", max_tokens=5)
     whole = await model.ainvoke("What does a router do?")
     pieces = [str(chunk.content) async for chunk in model.astream("What does a router do?")]
     assert "".join(pieces) == whole.content
     assert len(str(whole.content).split()) == 5
 
 
-async def test_curl(base_url: str) -> None:
+async def test_curl(base_url):
     body = json.dumps({"model": MODEL, "messages": QUESTION, "max_tokens": 4})
     command = ["curl", "-s", f"{base_url}/chat/completions", "-d", body]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)

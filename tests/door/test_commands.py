@@ -1,23 +1,15 @@
 """How often a request speaks to Redis, and with how many commands."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.edge.app import Application
-from app.local.redis_server import EmbeddedRedis
 from app.router import history, reports
-from app.state.round_trip import Node
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
 from tests.endings import all_endings
 from tests.fake_worker import KEYS
@@ -26,7 +18,7 @@ OF_REQUESTS = {"match", "loads", "reserve", "prefill_complete", "release", "reco
 PROMPT = list(range(64))
 USAGE = {"prompt_tokens": 64, "completion_tokens": 2, "total_tokens": 66}
 CHUNK = b'data: {"choices":[{"index":0,"text":" word"}]}\n\n'
-SEEN: dict[str, asyncio.Event] = {}
+SEEN = {}
 """By user: whether the first token of its stream has come."""
 LAST = (
     b'data: {"choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
@@ -41,16 +33,14 @@ class Trips:
     come one by one, and nothing would go together.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[list[str]] = []
+    def __init__(self, monkeypatch):
+        self.made = []
         self.clients = 0
         self._num_requests = 0
         self._changed = asyncio.Condition()
         send, answer = ScriptRunner._send, Application._answer
 
-        async def sending(
-            runner: ScriptRunner, node: Node, calls: list[Call[Any]], until_s: float
-        ) -> list[Any]:
+        async def sending(runner, node, calls, until_s):
             names = [one.name for one in calls]
             # Maintenance asks for loads, too.
             if OF_REQUESTS.intersection(names) and names[0] != "expire":
@@ -59,7 +49,7 @@ class Trips:
                 self.made.append(names)
             return await send(runner, node, calls, until_s)
 
-        async def answering(app: Application, *request: Any) -> None:
+        async def answering(app, *request):
             await self._count(requests=1)
             try:
                 await answer(app, *request)
@@ -69,13 +59,13 @@ class Trips:
         monkeypatch.setattr(ScriptRunner, "_send", sending)
         monkeypatch.setattr(Application, "_answer", answering)
 
-    async def _count(self, *, requests: int = 0, clients: int = 0) -> None:
+    async def _count(self, *, requests=0, clients=0):
         async with self._changed:
             self._num_requests += requests
             self.clients += clients
             self._changed.notify_all()
 
-    async def client(self, ask: Callable[[], Awaitable[None]], number: int) -> None:
+    async def client(self, ask, number):
         """Ask so many times, one after another."""
         for _ in range(number):
             await ask()
@@ -83,11 +73,11 @@ class Trips:
 
 
 @pytest.fixture
-def trips(monkeypatch: pytest.MonkeyPatch) -> Trips:
+def trips(monkeypatch):
     return Trips(monkeypatch)
 
 
-async def by_client(client: httpx.AsyncClient) -> None:
+async def by_client(client):
     """A client decides here, carries the request itself, and says what came of it."""
     made = (await client.post("/v1/route", json={"token_ids": PROMPT})).json()
     of_request = f"/v1/requests/{made['reservation_id']}"
@@ -95,12 +85,12 @@ async def by_client(client: httpx.AsyncClient) -> None:
     assert (await client.delete(f"{of_request}?output_tokens=2&ttft_ms=1")).json()["found"]
 
 
-async def whole(client: httpx.AsyncClient) -> None:
+async def whole(client):
     answer = await client.post("/v1/completions", json={"model": "m", "prompt": PROMPT})
     assert answer.status_code == 200
 
 
-async def streamed(client: httpx.AsyncClient) -> None:
+async def streamed(client):
     """The end comes once the client has seen the first token."""
     user = f"u{len(SEEN)}"
     SEEN[user] = asyncio.Event()
@@ -114,7 +104,7 @@ async def streamed(client: httpx.AsyncClient) -> None:
     assert text.endswith("[DONE]\n\n")
 
 
-async def complete(request: web.Request) -> Any:
+async def complete(request):
     """As an engine does."""
     asked = await request.json()
     if not asked.get("stream"):
@@ -139,14 +129,8 @@ async def complete(request: web.Request) -> Any:
     ],
 )
 async def test_a_request_costs_redis_no_more(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    trips: Trips,
-    monkeypatch: pytest.MonkeyPatch,
-    ask: Callable[[httpx.AsyncClient], Awaitable[None]],
-    at_once: int,
-    most: tuple[float, float],
-) -> None:
+    one_redis_server, redis, trips, monkeypatch, ask, at_once, most
+):
     """most: round trips and commands for each, of what one before has left over as well."""
     # What waits for others goes with them, or at the end, however slow the machine is.
     for module, pause in ((reports, "SOON_S"), (reports, "LOOK_S"), (history, "RECORD_PAUSE_S")):

@@ -1,26 +1,19 @@
 """A stream that waits is not silent, and what it ends in is what its dialect ends in."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door.upstream import MAX_WHOLE_BYTES
 from app.edge.comments import COMMENT
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info
 from tests.fakes.dialects import DIALECTS
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 from tests.fakes.said import TEXT, Said
 from tests.fakes.test_engine import BODIES
@@ -35,9 +28,7 @@ ENDS = {
 
 
 @asynccontextmanager
-async def routed(
-    redis: Redis, url: str, faults: Faults, **settings: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngine]]:
+async def routed(redis, url, faults, **settings):
     async with fake_engine() as engine:
         info = replace(worker_info("a", kv_total_blocks=10_000), address=engine.url, models=("m",))
         worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
@@ -49,14 +40,14 @@ async def routed(
             yield door, engine
 
 
-async def ask(door: httpx.AsyncClient, path: str, *, stream: bool = True) -> httpx.Response:
+async def ask(door, path, *, stream=True):
     return await door.post(path, json={"model": "m", "stream": stream, **BODIES[path]})
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_that_has_not_begun_gets_comments_and_then_its_answer(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str
-) -> None:
+    one_redis_server, redis, path
+):
     async with routed(redis, one_redis_server.url, Faults(prefill_s=0.5)) as (door, _):
         answer = await ask(door, path)
         assert answer.status_code == 200
@@ -78,9 +69,9 @@ async def test_a_stream_that_has_not_begun_gets_comments_and_then_its_answer(
 )
 @pytest.mark.parametrize("status", [400, 500])
 async def test_a_refusal_that_comes_after_comments_is_an_event(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, ends: bytes, status: int
-) -> None:
-    async def refuse(_: web.Request) -> web.Response:
+    one_redis_server, redis, path, ends, status
+):
+    async def refuse(_):
         await asyncio.sleep(6 * SOON)
         return web.json_response({"error": {"message": "no", "code": status}}, status=status)
 
@@ -98,10 +89,8 @@ async def test_a_refusal_that_comes_after_comments_is_an_event(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_whole_answer_that_comes_after_comments_is_a_stream(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str
-) -> None:
-    async def whole(request: web.Request) -> web.Response:
+async def test_a_whole_answer_that_comes_after_comments_is_a_stream(one_redis_server, redis, path):
+    async def whole(request):
         dialect = DIALECTS[path](await request.json(), Said([TEXT] * 4), [3])
         await asyncio.sleep(6 * SOON)
         return web.json_response(dialect.whole())
@@ -120,10 +109,8 @@ async def test_a_whole_answer_that_comes_after_comments_is_a_stream(
         assert said.endswith(ENDS[path])
 
 
-async def test_what_cannot_be_a_stream_is_an_error_of_one(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    async def long(_: web.Request) -> web.Response:
+async def test_what_cannot_be_a_stream_is_an_error_of_one(one_redis_server, redis):
+    async def long(_):
         await asyncio.sleep(6 * SOON)
         return web.json_response({"choices": [{"text": "x" * 2 * MAX_WHOLE_BYTES}]})
 
@@ -137,17 +124,15 @@ async def test_what_cannot_be_a_stream_is_an_error_of_one(
         assert len(rest) < 1000
 
 
-async def test_clients_of_both_makes_read_past_comments(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_clients_of_both_makes_read_past_comments(one_redis_server, redis):
     import anthropic  # here, as they take half a second each
     import openai
 
-    said: Any = [{"role": "user", "content": "hello"}]
+    said = [{"role": "user", "content": "hello"}]
     async with routed(redis, one_redis_server.url, Faults(prefill_s=0.3)) as (door, _):
         url = str(door.base_url).rstrip("/")
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
-            chat: Any = await client.chat.completions.create(model="m", messages=said, stream=True)
+            chat = await client.chat.completions.create(model="m", messages=said, stream=True)
             texts = [one.choices[0].delta.content or "" async for one in chat if one.choices]
             assert "tok" in "".join(texts)
             async with client.responses.stream(model="m", input="hello") as stream:
@@ -159,8 +144,8 @@ async def test_clients_of_both_makes_read_past_comments(
             assert "tok" in "".join([text async for text in messages.text_stream])
 
 
-async def test_comments_can_be_off(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
-    async def late(_: web.Request) -> web.Response:
+async def test_comments_can_be_off(one_redis_server, redis):
+    async def late(_):
         await asyncio.sleep(6 * SOON)
         return web.Response(body=b"data: [DONE]\n\n", content_type="text/event-stream")
 

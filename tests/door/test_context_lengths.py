@@ -1,24 +1,16 @@
 """Engines of one model that take prompts of different lengths: each request goes where it fits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door.asked import Api, output_room
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.fakes.engine import FakeEngine
 from tests.fakes.faults import Faults
 
 SHORT, LONG = 300, 8000
@@ -26,15 +18,9 @@ ONE_WORD = {"role": "user", "content": "hi"}
 
 
 @asynccontextmanager
-async def fleet(
-    server: EmbeddedRedis,
-    redis: Redis,
-    *,
-    lengths: tuple[int, ...] = (SHORT, LONG),
-    **settings: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, list[FakeEngine]]]:
+async def fleet(server, redis, *, lengths=(SHORT, LONG), **settings):
     """A door, and workers w0, w1 … with these context lengths."""
-    about: dict[str, Any] = {"tokenizer": str(LLAMA), **settings.pop("about", {})}
+    about = {"tokenizer": str(LLAMA), **settings.pop("about", {})}
     async with contextlib.AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(
@@ -47,7 +33,7 @@ async def fleet(
         yield door, engines
 
 
-async def places(door: httpx.AsyncClient, path: str, times: int = 12, **asked: Any) -> set[str]:
+async def places(door, path, times=12, **asked):
     """Which workers requests for that went to."""
     found = set()
     for _ in range(times):
@@ -60,13 +46,11 @@ async def places(door: httpx.AsyncClient, path: str, times: int = 12, **asked: A
 BOTH, LONGER = {"w0:0", "w1:0"}, {"w1:0"}
 
 
-async def test_a_prompt_goes_where_it_fits_with_what_is_asked_for(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_prompt_goes_where_it_fits_with_what_is_asked_for(one_redis_server, redis):
     async with fleet(one_redis_server, redis, policy="round_robin") as (door, _):
         path = "/v1/completions"
 
-        async def went(num_tokens: int, **asked: Any) -> set[str]:
+        async def went(num_tokens, **asked):
             return await places(door, path, prompt=[7] * num_tokens, **asked)
 
         assert await went(100) == BOTH
@@ -98,16 +82,12 @@ async def test_a_prompt_goes_where_it_fits_with_what_is_asked_for(
     ],
 )
 async def test_every_api_says_in_its_own_way_how_much_it_asks_for(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    path: str,
-    asked: dict[str, Any],
-    where: set[str],
-) -> None:
+    one_redis_server, redis, path, asked, where
+):
     about = {"engine": "vllm 0.33.0"}
     async with fleet(one_redis_server, redis, policy="round_robin", about=about) as (door, _):
 
-        async def rendered() -> float:
+        async def rendered():
             await places(door, path, 1, **asked)
             return await counted(door, 'tokens_from_total{model="m",source="router"}')
 
@@ -116,18 +96,18 @@ async def test_every_api_says_in_its_own_way_how_much_it_asks_for(
 
 
 async def test_where_the_length_is_not_known_only_an_engine_that_surely_takes_it_is_asked(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     """As none of these tells its tokens, and the bodies do."""
     about = {"tokenizer": "", "engine": "sglang 0.5"}
-    settings: dict[str, Any] = {"policy": "round_robin", "about": about}
+    settings = {"policy": "round_robin", "about": about}
     lengths = (3000, LONG)
     async with fleet(one_redis_server, redis, lengths=lengths, **settings) as (door, engines):
         for engine in engines:
             engine.faults = Faults(tokenize_status=400)
         path = "/v1/messages"
 
-        async def went(content: Any) -> set[str]:
+        async def went(content):
             turns = [{"role": "user", "content": content}]
             return await places(door, path, 4, messages=turns, max_tokens=8)
 
@@ -137,9 +117,7 @@ async def test_where_the_length_is_not_known_only_an_engine_that_surely_takes_it
         assert await went([image]) == LONGER
 
 
-async def test_no_retry_goes_where_it_does_not_fit(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_no_retry_goes_where_it_does_not_fit(one_redis_server, redis):
     async with fleet(one_redis_server, redis) as (door, (short, long)):
         long.faults = Faults(status=500)
         asked = {"model": "m", "prompt": [7] * 1000}
@@ -149,9 +127,7 @@ async def test_no_retry_goes_where_it_does_not_fit(
         assert short.requests["/v1/completions"] == 0
 
 
-async def test_one_that_does_not_say_how_much_it_takes_may_take_anything(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_one_that_does_not_say_how_much_it_takes_may_take_anything(one_redis_server, redis):
     async with fleet(one_redis_server, redis, lengths=(SHORT, 0)) as (door, _):
         assert await places(door, "/v1/completions", 3, prompt=[7] * 20_000) == LONGER
         [card] = (await door.get("/v1/models")).json()["data"]
@@ -159,11 +135,11 @@ async def test_one_that_does_not_say_how_much_it_takes_may_take_anything(
 
 
 async def test_a_client_that_carries_its_request_itself_is_sent_where_the_prompt_fits(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with fleet(one_redis_server, redis) as (door, _):
 
-        async def asked(num_tokens: int) -> httpx.Response:
+        async def asked(num_tokens):
             return await door.post("/v1/route", json={"token_ids": [7] * num_tokens})
 
         for _ in range(6):
@@ -174,17 +150,17 @@ async def test_a_client_that_carries_its_request_itself_is_sent_where_the_prompt
 
 
 async def test_a_long_request_that_waits_holds_up_nobody_who_fits_elsewhere(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     settings = {"wait_queue": 10, "wait_timeout_s": 600.0, "about": {"max_requests": 1}}
     async with fleet(one_redis_server, redis, **settings) as (door, (_, long)):
         long.faults = Faults(how="hang")
 
-        def ask(num_tokens: int) -> asyncio.Task[httpx.Response]:
+        def ask(num_tokens):
             asked = {"model": "m", "prompt": [7] * num_tokens}
             return asyncio.create_task(door.post("/v1/completions", json=asked))
 
-        async def waiting() -> int:
+        async def waiting():
             return int(await redis.zcard(KEYS["flows"]))
 
         hanging, late = ask(1000), ask(1000)
@@ -197,8 +173,8 @@ async def test_a_long_request_that_waits_holds_up_nobody_who_fits_elsewhere(
         await asyncio.gather(hanging, late, return_exceptions=True)
 
 
-def test_what_is_no_number_of_tokens_asks_for_one() -> None:
-    def room(value: object) -> int:
+def test_what_is_no_number_of_tokens_asks_for_one():
+    def room(value):
         return output_room(Api.CHAT, {"max_tokens": value})
 
     assert [room(v) for v in (7, 0, -5, True, "9", None, 1.5)] == [7, 1, 1, 1, 1, 1, 1]
@@ -206,8 +182,8 @@ def test_what_is_no_number_of_tokens_asks_for_one() -> None:
 
 
 async def test_a_length_that_an_engine_no_longer_has_costs_nobody_an_answer(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     """As one that was started anew, before its agent has seen it."""
     lengths = (LONG, LONG, LONG)
     async with fleet(one_redis_server, redis, lengths=lengths) as (door, engines):

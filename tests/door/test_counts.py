@@ -1,25 +1,18 @@
 """How many tasks, futures, timers and time-outs the door makes for a request: each costs CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import orjson
 import pytest
 import uvicorn
 from aiohttp import web
-from redis.asyncio import Redis
 
 import app
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker
 
 NUM = 20
@@ -27,11 +20,11 @@ OWNERS = (str(Path(app.__file__).parent) + "/", str(Path(uvicorn.__file__).paren
 """Whose objects count: those of the client and of the engine, in the same loop, do not."""
 ELSEWHERE = (OWNERS[0] + "router/", OWNERS[0] + "state/")
 """Requests that are decided together share what these make."""
-PROMPT: dict[str, Any] = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 16}
+PROMPT = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 16}
 
 
 @pytest.fixture
-async def door(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+async def door(one_redis_server):
     """As the usual one, with a worker as a process: what it makes here would count, too."""
     url = one_redis_server.url
     with worker(url, "a"):
@@ -40,10 +33,10 @@ async def door(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClie
             yield client
 
 
-def is_of_a_request() -> bool:
+def is_of_a_request():
     """Whether the innermost file of ours, or uvicorn's, is at work for a request, or for bytes of a
     connection: not at what is done from time to time."""
-    frame: Any = sys._getframe(2)
+    frame = sys._getframe(2)
     files, names = [], set()
     while frame is not None:
         if frame.f_code.co_filename.startswith(OWNERS):
@@ -55,12 +48,12 @@ def is_of_a_request() -> bool:
 
 
 @contextmanager
-def counted(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def counted(patch):
     """What is made within it, by kind."""
     loop, made = asyncio.get_running_loop(), Counter[str]()
 
-    def counting(kind: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made_by_us(*args: Any, **options: Any) -> Any:
+    def counting(kind, make):
+        def made_by_us(*args, **options):
             if is_of_a_request():
                 made[kind] += 1
             return make(*args, **options)
@@ -76,10 +69,8 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield made
 
 
-async def per_request(
-    door: httpx.AsyncClient, patch: pytest.MonkeyPatch, **more: Any
-) -> dict[str, float]:
-    def ask(number: int) -> None:
+async def per_request(door, patch, **more):
+    def ask(number):
         """In a thread, over one connection, so that the client makes nothing in the loop."""
         url = door.base_url
         connection = http.client.HTTPConnection(url.host, url.port or 0, timeout=30)
@@ -96,7 +87,7 @@ async def per_request(
     return {kind: number / NUM for kind, number in made.items()}
 
 
-async def test_a_whole_answer(door: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_whole_answer(door, monkeypatch):
     found = await per_request(door, monkeypatch)
     assert found.pop("tasks") == 1
     # It may come after its head.
@@ -108,7 +99,7 @@ async def test_a_whole_answer(door: httpx.AsyncClient, monkeypatch: pytest.Monke
     assert found == {}
 
 
-async def test_a_stream(door: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream(door, monkeypatch):
     found = await per_request(door, monkeypatch, stream=True)
     assert found.pop("tasks") == 1
     # Each piece may be waited for.
@@ -119,12 +110,10 @@ async def test_a_stream(door: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
     assert found == {}
 
 
-async def test_a_retry(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_retry(one_redis_server, redis, monkeypatch):
     refused = set()
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         name = request.headers["x-request-id"]
         if name in refused:
             return web.json_response({"choices": []})

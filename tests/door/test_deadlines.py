@@ -1,7 +1,5 @@
 """Deadlines of several waits at once."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 
@@ -10,18 +8,18 @@ import pytest
 from app.door.waits import Deadlines
 
 
-async def test_each_wait_ends_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_wait_ends_by_its_own_deadline(monkeypatch):
     loop = asyncio.get_running_loop()
     clock = SimpleNamespace(now_s=loop.time())
     monkeypatch.setattr(loop, "time", lambda: clock.now_s)
     deadlines, ended = Deadlines(), list[str]()
 
-    async def wait(name: str, after_s: float) -> None:
+    async def wait(name, after_s):
         with pytest.raises(TimeoutError):
             await deadlines.result(loop.create_future(), loop.time() + after_s)
         ended.append(name)
 
-    async def ended_after(seconds: float) -> list[str]:
+    async def ended_after(seconds):
         clock.now_s += seconds
         for _ in range(10):
             await asyncio.sleep(0)
@@ -37,7 +35,7 @@ async def test_each_wait_ends_by_its_own_deadline(monkeypatch: pytest.MonkeyPatc
         assert await ended_after(0.2) == ["at once", "early", "late"]
 
 
-async def test_what_comes_in_time_is_returned_and_its_deadline_forgotten() -> None:
+async def test_what_comes_in_time_is_returned_and_its_deadline_forgotten():
     loop = asyncio.get_running_loop()
     deadlines, future = Deadlines(), loop.create_future()
     loop.call_soon(future.set_result, 7)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
-import pytest
 from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.router import fleet
 from tests.door.conftest import registered, replica, sick_worker, until_serving
 from tests.eventually import eventually
@@ -28,11 +24,11 @@ class Emptied:
     redis: Redis
     engines: dict[str, FakeEngine]
 
-    async def back(self, *names: str) -> None:
+    async def back(self, *names):
         for name in names:
             await registered(self.redis, name, self.engines[name].url)
 
-    async def answers(self, number: int = 12) -> set[tuple[int, str]]:
+    async def answers(self, number=12):
         """Statuses, and what routers went by."""
         got = set()
         for n in range(number):
@@ -42,19 +38,19 @@ class Emptied:
             got.add((answer.status_code, "Redis" if trust in ("exact", "bound") else trust))
         return got
 
-    async def readiness(self) -> int:
+    async def readiness(self):
         return (await self.client.get("/readiness")).status_code
 
-    async def until_known(self) -> None:
-        async def look() -> bool:
+    async def until_known(self):
+        async def look():
             return await self.answers(3) == BY_REDIS
 
         await eventually(look)
 
 
 @asynccontextmanager
-async def emptied(redis: Redis, url: str) -> AsyncIterator[Emptied]:
-    about: Any = {"token_s": 0.0}
+async def emptied(redis, url):
+    about = {"token_s": 0.0}
     async with (
         sick_worker(redis, "a", **about) as a,
         sick_worker(redis, "b", **about) as b,
@@ -69,8 +65,8 @@ async def emptied(redis: Redis, url: str) -> AsyncIterator[Emptied]:
 
 
 async def test_the_last_view_serves_until_all_workers_have_registered_again(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     async with emptied(redis, one_redis_server.url) as world:
         assert (await world.answers(), await world.readiness()) == (DEGRADED, 200)
         await world.back("a")
@@ -79,9 +75,7 @@ async def test_the_last_view_serves_until_all_workers_have_registered_again(
         await world.until_known()
 
 
-async def test_so_it_does_if_the_first_is_back_before_a_router_has_looked(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_so_it_does_if_the_first_is_back_before_a_router_has_looked(redis, one_redis_server):
     async with emptied(redis, one_redis_server.url) as world:
         await world.back("c")
         before = {name: len(engine.asked) for name, engine in world.engines.items()}
@@ -91,8 +85,8 @@ async def test_so_it_does_if_the_first_is_back_before_a_router_has_looked(
 
 
 async def test_a_worker_that_does_not_come_back_is_gone_after_a_while(
-    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, one_redis_server, monkeypatch
+):
     monkeypatch.setattr(fleet, "RECOVERY_S", 0.5)
     async with emptied(redis, one_redis_server.url) as world:
         await world.back("a", "b")
@@ -101,8 +95,8 @@ async def test_a_worker_that_does_not_come_back_is_gone_after_a_while(
 
 
 async def test_a_view_of_which_nothing_comes_back_is_not_kept_for_ever(
-    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, one_redis_server, monkeypatch
+):
     async with emptied(redis, one_redis_server.url) as world:
         assert await world.answers() == DEGRADED
         monkeypatch.setattr(fleet, "KEPT_S", 0.0)
@@ -111,9 +105,7 @@ async def test_a_view_of_which_nothing_comes_back_is_not_kept_for_ever(
         assert (status, "no_workers" in text) == (503, True)
 
 
-async def test_a_worker_that_says_goodbye_is_gone_at_once(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_worker_that_says_goodbye_is_gone_at_once(redis, one_redis_server):
     url = one_redis_server.url
     async with sick_worker(redis, "a"), sick_worker(redis, "b") as b, replica(url) as client:
         await until_serving(client, 2)

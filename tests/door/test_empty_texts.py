@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.door.conftest import MODEL
@@ -21,9 +17,7 @@ from tests.door.conftest import MODEL
         ("/detokenize", {"tokens": []}),
     ],
 )
-async def test_empty_texts_that_come_at_once_are_all_answered(
-    door: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> None:
+async def test_empty_texts_that_come_at_once_are_all_answered(door, path, body):
     asked = [door.post(path, json={"model": MODEL, **body}, timeout=30) for _ in range(12)]
     statuses = {answer.status_code for answer in await asyncio.gather(*asked)}
     assert len(statuses) == 1

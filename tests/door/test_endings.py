@@ -1,23 +1,16 @@
 """An answer ends by what its engine says of each choice, and some of that is a failure."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import httpx
 import orjson
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.core.failures import Failure
 from app.door import whole_answer
 from app.door.opening import Opening
 from app.door.stream import Stream
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_answers import counted
 from tests.eventually import eventually
@@ -36,7 +29,7 @@ FAILURES = [
     *((CHAT, reason) for reason in ("error", "cancelled", "", None)),
     *((TEXTS, ""), (MESSAGES, None)),
 ]
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}]},
     TEXTS: {"prompt": "hi"},
     MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
@@ -44,12 +37,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def data(kind: str = "", **fields: Any) -> bytes:
+def data(kind="", **fields):
     name = f"event: {kind}\n".encode() if kind else b""
     return name + b"data: " + orjson.dumps({"type": kind, **fields} if kind else fields) + b"\n\n"
 
 
-def token(path: str, text: str, index: int = 0) -> bytes:
+def token(path, text, index=0):
     if path == MESSAGES:
         delta = {"type": "text_delta", "text": text}
         return data("content_block_delta", index=index, delta=delta)
@@ -59,7 +52,7 @@ def token(path: str, text: str, index: int = 0) -> bytes:
     return data(choices=[{"index": index, "finish_reason": None, **said}])
 
 
-def last(path: str, reason: str | None, index: int = 0) -> bytes:
+def last(path, reason, index=0):
     """What ends a choice."""
     if path == MESSAGES:
         delta = data("message_delta", delta={"stop_reason": reason}, usage={"output_tokens": 1})
@@ -67,18 +60,18 @@ def last(path: str, reason: str | None, index: int = 0) -> bytes:
     if path == RESPONSES:
         kind = "incomplete" if reason == "incomplete" else "completed"
         return data(f"response.{kind}", response={"object": "response", "status": reason})
-    said: dict[str, Any] = {"text": ""} if path == TEXTS else {"delta": {}}
+    said = {"text": ""} if path == TEXTS else {"delta": {}}
     return data(choices=[{"index": index, "finish_reason": reason, **said}])
 
 
-def end(path: str, reason: str | None) -> bytes:
+def end(path, reason):
     return last(path, reason) + (DONE if path in (CHAT, TEXTS) else b"")
 
 
-def speaking(*pieces: bytes, holds: bool = False) -> Callable[[web.Request], Awaitable[Any]]:
+def speaking(*pieces, holds=False):
     """holds: the answer does not end by itself."""
 
-    async def complete(request: web.Request) -> web.StreamResponse:
+    async def complete(request):
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await answer.prepare(request)
         for piece in pieces:
@@ -91,18 +84,18 @@ def speaking(*pieces: bytes, holds: bool = False) -> Callable[[web.Request], Awa
     return complete
 
 
-async def ask(door: httpx.AsyncClient, path: str, **more: Any) -> httpx.Response:
+async def ask(door, path, **more):
     return await door.post(path, json={"model": "m", "stream": True, **BODIES[path], **more})
 
 
-async def outcomes(door: httpx.AsyncClient, outcome: str) -> float:
+async def outcomes(door, outcome):
     return await counted(door, f'requests_total{{code="200",model="m",outcome="{outcome}"}}')
 
 
 @pytest.mark.parametrize(("path", "reason"), FAILURES)
 async def test_before_anything_is_said_another_worker_answers(
-    path: str, reason: str | None, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    path, reason, redis, one_redis_server
+):
     bad = speaking(end(path, reason))
     well = speaking(token(path, "well"), end(path, WELL[path]))
     async with (
@@ -119,8 +112,8 @@ async def test_before_anything_is_said_another_worker_answers(
 
 @pytest.mark.parametrize(("path", "reason"), FAILURES)
 async def test_afterwards_the_client_is_told_and_the_worker_counted(
-    path: str, reason: str | None, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    path, reason, redis, one_redis_server
+):
     bad = speaking(token(path, "half"), end(path, reason))
     async with (
         completing(redis, "a", bad, path=path),
@@ -141,9 +134,7 @@ async def test_afterwards_the_client_is_told_and_the_worker_counted(
 
 
 @pytest.mark.parametrize(("path", "reason"), ENDINGS)
-async def test_an_ending_is_passed_on(
-    path: str, reason: str, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_an_ending_is_passed_on(path, reason, redis, one_redis_server):
     said = token(path, "all"), end(path, reason)
     async with (
         completing(redis, "a", speaking(*said), path=path),
@@ -155,9 +146,7 @@ async def test_an_ending_is_passed_on(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_who_hangs_up_behind_the_end_has_it_all(
-    path: str, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_who_hangs_up_behind_the_end_has_it_all(path, redis, one_redis_server):
     begin = token(path, "a")
     for ending, outcome in (
         (last(path, WELL[path]), "ok"),
@@ -188,9 +177,7 @@ async def test_who_hangs_up_behind_the_end_has_it_all(
         ((last(CHAT, "stop", 1), last(CHAT, "length", 0), DONE), "ok"),
     ],
 )
-async def test_each_choice_has_its_own_end(
-    rest: tuple[bytes, ...], outcome: str, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_each_choice_has_its_own_end(rest, outcome, redis, one_redis_server):
     said = speaking(token(CHAT, "a"), token(CHAT, "b", 1), *rest)
     async with (
         completing(redis, "a", said, path=CHAT),
@@ -202,10 +189,8 @@ async def test_each_choice_has_its_own_end(
         assert await outcomes(door, outcome) == 1
 
 
-async def test_a_whole_answer_that_was_aborted_is_another_workers(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
-    async def complete(request: web.Request) -> web.Response:
+async def test_a_whole_answer_that_was_aborted_is_another_workers(redis, one_redis_server):
+    async def complete(request):
         reason = "abort" if request.url.port == bad_port else "stop"
         choices = [{"index": n, "text": "x", "finish_reason": "stop"} for n in range(2)]
         choices[1]["finish_reason"] = reason
@@ -224,13 +209,13 @@ async def test_a_whole_answer_that_was_aborted_is_another_workers(
             assert "abort" not in answer.text
 
 
-def failure_in(**fields: Any) -> Failure | None:
+def failure_in(**fields):
     body = orjson.dumps(fields)
     headers = [(b"content-type", b"application/json")]
     return whole_answer.failure_of(200, headers, body, model="m", path="/x", is_all=True)
 
 
-def test_the_reasons_of_whole_answers() -> None:
+def test_the_reasons_of_whole_answers():
     aborted = [
         {"choices": [{"finish_reason": "stop"}, {"finish_reason": "error"}]},
         {"choices": [{"finish_reason": {"type": "abort"}}]},
@@ -253,7 +238,7 @@ def test_the_reasons_of_whole_answers() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_only_looks_like_a_reason_ends_nothing(path: str) -> None:
+def test_what_only_looks_like_a_reason_ends_nothing(path):
     looks = '{"finish_reason": "stop", "stop_reason": "end_turn", "type":"message_stop"}'
     for text in (looks, "data: [DONE]\n\ndata: [DONE]", '"type":"response.completed"'):
         stream = Stream(drops_usage=False, says_end=True)
@@ -265,7 +250,7 @@ def test_what_only_looks_like_a_reason_ends_nothing(path: str) -> None:
         assert not stream.has_ended
 
 
-def test_a_reason_ends_a_stream_wherever_that_is_cut() -> None:
+def test_a_reason_ends_a_stream_wherever_that_is_cut():
     text = token(CHAT, "a") + last(CHAT, "stop") + DONE
     for at in range(len(text)):
         stream = Stream(drops_usage=False, says_end=True)
@@ -278,7 +263,7 @@ def test_a_reason_ends_a_stream_wherever_that_is_cut() -> None:
         assert stream.passed(b"") + stream.rest() in cut
 
 
-def test_a_number_that_is_none_hides_no_reason() -> None:
+def test_a_number_that_is_none_hides_no_reason():
     event = last(CHAT, "stop").replace(b'"delta":{}', b'"logprobs":[NaN,-Infinity],"delta":{}')
     stream = Stream(drops_usage=False, says_end=True)
     stream.passed(event)

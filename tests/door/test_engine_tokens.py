@@ -1,7 +1,5 @@
 """Ids of prompts that engines are asked for: any engine of the model, the late ones last."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
@@ -9,11 +7,9 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door import engine_tokens
 from app.door.engine_tokens import ANSWER_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_ASKED, Late
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine
@@ -23,14 +19,14 @@ HANGS = Faults(tokenize_s=HANG_S)
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def test_an_engine_that_was_late_is_asked_last_until_its_pause_is_over() -> None:
+def test_an_engine_that_was_late_is_asked_last_until_its_pause_is_over():
     clock = Clock()
     late = Late(clock, random.Random(7))
     late.note_late("a")
@@ -44,9 +40,7 @@ def test_an_engine_that_was_late_is_asked_last_until_its_pause_is_over() -> None
     assert late.in_turn(["a"]) == ["a"]
 
 
-def test_pauses_grow_with_each_time_that_it_was_tried_in_vain_and_not_with_others_who_wait() -> (
-    None
-):
+def test_pauses_grow_with_each_time_that_it_was_tried_in_vain_and_not_with_others_who_wait():
     clock = Clock()
     late = Late(clock)
     pause_s = FIRST_PAUSE_S
@@ -60,7 +54,7 @@ def test_pauses_grow_with_each_time_that_it_was_tried_in_vain_and_not_with_other
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def test_a_trial_of_which_nobody_tells_is_followed_by_another() -> None:
+def test_a_trial_of_which_nobody_tells_is_followed_by_another():
     clock = Clock()
     late = Late(clock)
     late.note_late("a")
@@ -70,7 +64,7 @@ def test_a_trial_of_which_nobody_tells_is_followed_by_another() -> None:
     assert late.in_turn(["a"]) == ["a"]
 
 
-def test_of_many_engines_a_few_are_asked_each_as_often_as_others() -> None:
+def test_of_many_engines_a_few_are_asked_each_as_often_as_others():
     late = Late(Clock(), random.Random(7))
     names = [f"e{n}" for n in range(8)]
     late.note_late("e0")
@@ -86,11 +80,11 @@ Sick = Callable[..., Awaitable[tuple[Door, list[FakeEngine]]]]
 
 
 @pytest.fixture
-async def sick(one_redis_server: EmbeddedRedis, redis: Redis) -> Sick:  # type: ignore[misc]
+async def sick(one_redis_server, redis):
     """Starts a replica, and engines that it must ask for ids, as their tokenizer is nowhere."""
     async with AsyncExitStack() as stack:
 
-        async def start(*faults: Faults) -> tuple[Door, list[FakeEngine]]:
+        async def start(*faults):
             engines = []
             for number, fault in enumerate(faults):
                 worker = sick_worker(redis, f"w{number}")
@@ -103,16 +97,15 @@ async def sick(one_redis_server: EmbeddedRedis, redis: Redis) -> Sick:  # type: 
         yield start
 
 
-async def ask(door: Door) -> str:
+async def ask(door):
     """Why the ids of a prompt were not known; "": they were."""
     body = {"model": "m", "prompt": "hello", "max_tokens": 1}
     answer = await door.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    why: str = answer.headers.get("x-kvroute-tokens", "")
-    return why
+    return answer.headers.get("x-kvroute-tokens", "")
 
 
-def num_asked(engine: FakeEngine) -> int:
+def num_asked(engine):
     return engine.requests["/tokenize"]
 
 
@@ -127,8 +120,8 @@ def num_asked(engine: FakeEngine) -> int:
     ids=["hangs", "resets", "404", "500"],
 )
 async def test_an_engine_that_cannot_tell_is_asked_once_and_the_others_tell(
-    sick: Sick, fault: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sick, fault, monkeypatch
+):
     monkeypatch.setattr(engine_tokens, "ANSWER_S", 60.0)
     monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 300.0)
     door, (one, two) = await sick(fault, Faults())
@@ -137,13 +130,11 @@ async def test_an_engine_that_cannot_tell_is_asked_once_and_the_others_tell(
     assert num_asked(two) == 20
 
 
-async def test_one_that_is_well_again_is_asked_again(
-    sick: Sick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_is_well_again_is_asked_again(sick, monkeypatch):
     monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 0.05)
     door, (one, _) = await sick(HANGS, Faults())
 
-    async def asked() -> int:
+    async def asked():
         assert await ask(door) == ""
         return num_asked(one)
 
@@ -154,8 +145,8 @@ async def test_one_that_is_well_again_is_asked_again(
 
 
 async def test_where_no_engine_can_tell_one_request_waits_for_that_and_the_next_do_not(
-    sick: Sick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sick, monkeypatch
+):
     monkeypatch.setattr(engine_tokens, "ANSWER_S", 0.2)
     monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 600.0)
     monkeypatch.setattr(engine_tokens, "NEXT_S", 0.01)
@@ -165,8 +156,8 @@ async def test_where_no_engine_can_tell_one_request_waits_for_that_and_the_next_
 
 
 async def test_what_every_engine_would_refuse_is_asked_of_one_and_is_no_fault_of_it(
-    sick: Sick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sick, monkeypatch
+):
     monkeypatch.setattr(engine_tokens, "NEXT_S", 60.0)
     refuses = Faults(tokenize_status=400)
     door, engines = await sick(refuses, refuses)
@@ -174,21 +165,19 @@ async def test_what_every_engine_would_refuse_is_asked_of_one_and_is_no_fault_of
     assert sum(map(num_asked, engines)) == 10
 
 
-async def test_a_client_that_hangs_up_leaves_no_question_behind(
-    sick: Sick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_hangs_up_leaves_no_question_behind(sick, monkeypatch):
     monkeypatch.setattr(engine_tokens, "ANSWER_S", 60.0)
     door, (engine,) = await sick(HANGS)
     asking = asyncio.create_task(ask(door))
 
-    async def asked() -> int:
+    async def asked():
         return num_asked(engine)
 
     await eventually(asked)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
 
-    async def tasks() -> set[str]:
+    async def tasks():
         return {str(task.get_coro()) for task in asyncio.all_tasks()}
 
     await eventually(tasks, lambda names: "EngineTokens._ask" not in str(names))

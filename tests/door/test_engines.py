@@ -1,7 +1,5 @@
 """Which engines take ids that were made at the door, and where."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.door.asked import Api
@@ -24,5 +22,5 @@ from app.door.engines import ids_field
         ("", Api.COMPLETIONS, "prompt"),
     ],
 )
-def test_ids_go_where_the_engine_takes_them(engine: str, api: Api, field: str) -> None:
+def test_ids_go_where_the_engine_takes_them(engine, api, field):
     assert ids_field(api, engine) == field

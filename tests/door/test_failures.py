@@ -1,21 +1,16 @@
 """Workers that fail, clients that hang up, and what is left of their requests: nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging
 import signal
 import socket
-from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.http.server import listen
-from app.local.redis_server import EmbeddedRedis
 from tests.door import conftest
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker, worker_here
 from tests.door.test_answers import chat, counted
@@ -23,23 +18,21 @@ from tests.eventually import eventually
 from tests.fake_worker import KEYS
 
 
-async def nothing_reserved(redis: Redis, within_s: float = 10.0) -> None:
-    async def reserved() -> int:
-        return int(await redis.hlen(KEYS["reservations"]))  # type: ignore[misc]
+async def nothing_reserved(redis, within_s=10.0):
+    async def reserved():
+        return int(await redis.hlen(KEYS["reservations"]))
 
     await eventually(reserved, lambda number: number == 0, within_s=within_s)
 
 
-async def running_on(url: str) -> float:
+async def running_on(url):
     async with httpx.AsyncClient() as http:
         lines = (await http.get(f"{url}/metrics")).text.splitlines()
     name = 'kvroute_engine_requests{state="running"}'
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-async def test_a_worker_killed_before_the_first_byte_costs_no_request(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_killed_before_the_first_byte_costs_no_request(one_redis_server, redis):
     url = one_redis_server.url
     with worker(url, "a", speedup=1) as first, worker(url, "b", speedup=1):
         async with replica(url) as door:
@@ -57,8 +50,8 @@ async def test_a_worker_killed_before_the_first_byte_costs_no_request(
 
 
 async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     url = one_redis_server.url
     with worker(url, "a", speedup=1) as only:
         async with replica(url) as door:
@@ -79,15 +72,15 @@ async def test_a_stream_whose_worker_dies_ends_with_an_error_and_without_done(
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserved(
-    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool
-) -> None:
+    one_redis_server, redis, streams
+):
     url = one_redis_server.url
     async with worker_here(url, "a", speedup=1) as only, replica(url) as door:
         await until_serving(door, 1)
-        asked: dict[str, Any] = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
+        asked = chat("long", stream=streams, max_tokens=2000, ignore_eos=True)
         began = asyncio.Event()
 
-        async def ask() -> None:
+        async def ask():
             async with door.stream("POST", "/v1/chat/completions", json=asked) as answer:
                 async for _ in answer.aiter_text():
                     began.set()
@@ -114,19 +107,14 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_leaves_nothing_reserv
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_a_client_that_does_not_take_all_of_a_whole_answer_is_not_ok(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    client_is: str,
-    outcome: str,
-) -> None:
-    def listen_with_little_room(*where: Any) -> socket.socket:
+    one_redis_server, redis, monkeypatch, path, client_is, outcome
+):
+    def listen_with_little_room(*where):
         listening = listen(*where)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return listening
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         return web.json_response({"choices": [{"text": "x" * 900_000}], "object": "list"})
 
     monkeypatch.setattr(conftest, "listen", listen_with_little_room)
@@ -161,9 +149,9 @@ async def test_a_client_that_does_not_take_all_of_a_whole_answer_is_not_ok(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 @pytest.mark.parametrize("says_length", [True, False])
 async def test_a_whole_answer_that_breaks_off_does_not_end_as_if_that_were_all(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, says_length: bool
-) -> None:
-    async def breaks_off(request: web.Request) -> web.StreamResponse:
+    one_redis_server, redis, path, says_length
+):
+    async def breaks_off(request):
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         answer.content_length = 2_000_000 if says_length else None
         await answer.prepare(request)
@@ -186,9 +174,7 @@ async def test_a_whole_answer_that_breaks_off_does_not_end_as_if_that_were_all(
         await nothing_reserved(redis)
 
 
-async def test_a_client_that_reads_nothing_is_cut_off(
-    one_redis_server: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_that_reads_nothing_is_cut_off(one_redis_server, redis, caplog):
     url = one_redis_server.url
     with worker(url, "a", speedup=1000), socket.socket() as client:
         async with replica(url, stalled_s=0.5) as door:
@@ -208,7 +194,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(
             )
             await nothing_reserved(redis)
 
-            async def is_reset() -> int:
+            async def is_reset():
                 return client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
             await eventually(is_reset, lambda error: error == errno.ECONNRESET)

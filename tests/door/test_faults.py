@@ -1,24 +1,18 @@
 """Engines that hang, are full or half alive, replicas that are killed, clients that leave: through
 the front door, with real engines. The long form of some is in `make test-slow`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.keys import Keyspace
-from app.local.redis_server import EmbeddedRedis
 from app.ops.verify import verify
 from app.state.connect import connect
 from tests.door.conftest import (
@@ -40,11 +34,11 @@ SHORT_AND_LONG = [20, pytest.param(500, marks=pytest.mark.slow)]
 AT_ONCE = 20
 
 
-async def nothing_contradicts(url: str) -> None:
+async def nothing_contradicts(url):
     """`kvroute inspect verify` finds nothing."""
     async with connect(url) as redis:
 
-        async def findings() -> list[Any]:
+        async def findings():
             found, _ = await verify(redis, Keyspace(NAMESPACE), 1000)
             return list(found)
 
@@ -52,7 +46,7 @@ async def nothing_contradicts(url: str) -> None:
 
 
 @asynccontextmanager
-async def replica_process(url: str, **options: object) -> AsyncIterator[tuple[Process, Any]]:
+async def replica_process(url, **options):
     """A replica as a process of its own, and a client of it."""
     chosen = {"redis_url": url, "namespace": NAMESPACE, "port": 0, "redis_timeout_ms": 5000}
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in (chosen | options).items()]
@@ -64,23 +58,23 @@ async def replica_process(url: str, **options: object) -> AsyncIterator[tuple[Pr
         process.end()
 
 
-async def ask(door: httpx.AsyncClient, number: int, **more: Any) -> httpx.Response:
+async def ask(door, number, **more):
     return await door.post("/v1/chat/completions", json=chat(f"{number}", **more))
 
 
 @pytest.mark.parametrize("number", SHORT_AND_LONG)
 async def test_workers_killed_under_load_cost_no_request_that_had_not_begun(
-    one_redis_server: EmbeddedRedis, redis: Redis, number: int
-) -> None:
+    one_redis_server, redis, number
+):
     url = one_redis_server.url
     async with AsyncExitStack() as stack:
         workers = [stack.enter_context(worker(url, name, speedup=4)) for name in "ab"]
         await stack.enter_async_context(worker_here(url, "c", speedup=4))
         door = await stack.enter_async_context(replica(url))
         await until_serving(door, 3)
-        statuses: list[int] = []
+        statuses = []
 
-        async def some(turns: Iterator[int], killed: asyncio.Event) -> None:
+        async def some(turns, killed):
             for turn in turns:
                 statuses.append((await ask(door, turn, max_tokens=20)).status_code)
                 if turn >= number and killed.is_set():
@@ -101,8 +95,8 @@ async def test_workers_killed_under_load_cost_no_request_that_had_not_begun(
 
 
 async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     url = one_redis_server.url
     async with (
         worker_here(url, "a", speedup=2) as first,
@@ -113,7 +107,7 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
         for each in (door, other):
             await until_serving(each, 2)
 
-        async def running() -> float:
+        async def running():
             return await running_on(first) + await running_on(second)
 
         broken = [
@@ -136,9 +130,7 @@ async def test_a_killed_replica_breaks_only_its_own_streams_and_leaves_nothing(
         await nothing_contradicts(url)
 
 
-async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(one_redis_server, redis):
     url = one_redis_server.url
     with worker(url, "a", lease_ttl_s=2.0) as hangs:
         async with worker_here(url, "b"), replica(url) as door:
@@ -162,12 +154,10 @@ async def test_a_worker_that_hangs_is_given_up_and_another_one_answers(
             await nothing_contradicts(url)
 
 
-async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(one_redis_server, redis):
     came, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(_: web.Request) -> web.Response:
+    async def slow(_):
         came.set()
         await goes_on.wait()
         usage = {"prompt_tokens": 3, "completion_tokens": 1}
@@ -180,7 +170,7 @@ async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
         await came.wait()
         await agent.retire()
 
-        async def left() -> list[str]:
+        async def left():
             return await models(door)
 
         await eventually(left, lambda found: found == [])
@@ -189,10 +179,8 @@ async def test_a_worker_whose_agent_is_gone_goes_on_with_its_answers(
         assert (await asking).status_code == 200
 
 
-async def test_full_engines_are_back_pressure_and_not_failures(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    async def full(_: web.Request) -> web.Response:
+async def test_full_engines_are_back_pressure_and_not_failures(one_redis_server, redis):
+    async def full(_):
         return web.json_response(
             {"error": {"message": "queue full", "type": "overloaded", "code": 503}},
             status=503,
@@ -230,8 +218,8 @@ async def test_full_engines_are_back_pressure_and_not_failures(
     ],
 )
 async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
-    one_redis_server: EmbeddedRedis, redis: Redis, streams: bool, phase: str
-) -> None:
+    one_redis_server, redis, streams, phase
+):
     url = one_redis_server.url
     prompt = list(range(2000))
     async with (
@@ -241,13 +229,13 @@ async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
         await until_serving(door, 1)
         body = {"model": MODEL, "max_tokens": 2000, "stream": streams}
 
-        async def stay(number: int, seen: asyncio.Event) -> None:
+        async def stay(number, seen):
             asked = body | {"prompt": [number, *prompt]}
             async with door.stream("POST", "/v1/completions", json=asked) as answer:
                 async for _ in answer.aiter_text():
                     seen.set()
 
-        async def waiting() -> float:
+        async def waiting():
             lines = (await door.get("/metrics")).text.splitlines()
             found = [one for one in lines if one.startswith("kvroute_waiting_requests")]
             return sum(float(line.rpartition(" ")[2]) for line in found)
@@ -269,15 +257,13 @@ async def test_clients_that_hang_up_leave_nothing_in_whatever_phase(
         await nothing_contradicts(url)
 
 
-async def test_a_client_that_reads_nothing_costs_the_replica_no_memory(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_client_that_reads_nothing_costs_the_replica_no_memory(one_redis_server):
     url = one_redis_server.url
     with worker(url, "a", speedup=1000, kv_pool_tokens=2_000_000):
         async with replica_process(url, stalled_s=60, log_level="info") as (process, door):
             await until_serving(door, 1)
 
-            def rss() -> int:
+            def rss():
                 statm = Path(f"/proc/{process.popen.pid}/statm").read_text()
                 return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

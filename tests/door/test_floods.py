@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
-from app.core.failures import REPORTED, Counts, Failure
-from app.local.redis_server import EmbeddedRedis
+from app.core.failures import REPORTED, Counts
 from tests.door.sick_fleet import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
-    SickFleet,
     asked,
     few_quick,
     sick_fleet,
@@ -69,19 +64,19 @@ FLOODS = {
 class Clients:
     """Of one router: the one that floods it, and others."""
 
-    def __init__(self, fleet: SickFleet, flood: Flood) -> None:
+    def __init__(self, fleet, flood):
         self.fleet, self.flood = fleet, flood
         [self.door] = fleet.doors
-        self.answers: list[httpx.Response] = []
+        self.answers = []
         """To others."""
 
-    def _headers(self, name: str) -> dict[str, str]:
+    def _headers(self, name):
         return {"authorization": f"Bearer key-of-{name}"}
 
-    async def post(self, name: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def post(self, name, path, body):
         return await self.door.post(path, json=body, headers=self._headers(name))
 
-    async def poison(self, number: int) -> None:
+    async def poison(self, number):
         """A request of the flood."""
         if self.flood.carries:
             headers, asks = self._headers("flood"), {"token_ids": [number] * 8}
@@ -95,7 +90,7 @@ class Clients:
         with suppress(httpx.HTTPError):
             await self.post("flood", self.flood.path, body)
 
-    async def others(self) -> None:
+    async def others(self):
         """Ask one after another, until cancelled."""
         number = 0
         while True:
@@ -103,17 +98,17 @@ class Clients:
             answer = await self.post(name, COMPLETIONS, asked(COMPLETIONS, f"{number}"))
             self.answers.append(answer)
 
-    async def look(self) -> int:
+    async def look(self):
         """How many engines are routed to."""
         shown = await self.door.get("/v1/workers", headers=self._headers("ann"))
         return len(shown.json()["workers"])
 
-    async def looks(self, seen: list[int]) -> None:
+    async def looks(self, seen):
         while True:
             seen.append(await self.look())
             await asyncio.sleep(0.05)
 
-    async def shares(self) -> list[float]:
+    async def shares(self):
         """What each engine gets of what the others ask; 1.0: as much as if all got the same."""
         before = len(self.answers)
         await eventually(lambda: _many(self.answers, before + 90))
@@ -122,14 +117,12 @@ class Clients:
         return [by.count(name) * NUM_ENGINES / len(by) for name in names]
 
 
-async def _many(answers: list[httpx.Response], least: int) -> bool:
+async def _many(answers, least):
     return len(answers) >= least
 
 
 @asynccontextmanager
-async def clients_of(
-    redis: Redis, url: str, flood: Flood, tmp_path: Path
-) -> AsyncIterator[Clients]:
+async def clients_of(redis, url, flood, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name} key-of-{name}\n" for name in ("flood", *OTHERS)))
     given = {"api_key_file": str(keys), "api_key": "key-of-all"}
@@ -139,9 +132,9 @@ async def clients_of(
         yield Clients(fleet, flood)
 
 
-async def fewest(clients: Clients, rate: int, poisons: int) -> tuple[int, list[float]]:
+async def fewest(clients, rate, poisons):
     """The fewest engines that any look finds during the flood, and the shares of others then."""
-    seen: list[int] = []
+    seen = []
     async with asyncio.TaskGroup() as tasks:
         going = [tasks.create_task(clients.others()) for _ in OTHERS]
         going.append(tasks.create_task(clients.looks(seen)))
@@ -157,8 +150,8 @@ async def fewest(clients: Clients, rate: int, poisons: int) -> tuple[int, list[f
 @pytest.mark.parametrize("name", few_quick(FLOODS, "429", "an error event within"))
 @pytest.mark.parametrize("rate", [pytest.param(1, marks=pytest.mark.slow), 17])
 async def test_one_client_takes_no_engine_from_others(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, name: str, rate: int
-) -> None:
+    one_redis_server, redis, tmp_path, name, rate
+):
     async with clients_of(redis, one_redis_server.url, FLOODS[name], tmp_path) as clients:
         least, shares = await fewest(clients, rate, poisons=60 if rate > 1 else 8)
         assert least >= NUM_ENGINES - 1
@@ -169,18 +162,14 @@ async def test_one_client_takes_no_engine_from_others(
 TAKING = ("worker_failed", "ends the connection", "an error event within", "429", "500")
 
 
-def for_all(failure: Failure, *_: object) -> Counts:
+def for_all(failure, *_):
     return Counts.ALL
 
 
 @pytest.mark.parametrize("name", few_quick(TAKING, "worker_failed"))
 async def test_without_witnesses_the_same_flood_takes_them(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-) -> None:
+    one_redis_server, redis, tmp_path, monkeypatch, name
+):
     monkeypatch.setattr("app.door.evidence.counts_for", for_all)
     word = replace(REPORTED, weight=0.3, counts=Counts.ALL)
     monkeypatch.setattr("app.edge.route.REPORTED", word)
@@ -190,9 +179,7 @@ async def test_without_witnesses_the_same_flood_takes_them(
 
 
 @pytest.mark.parametrize("name", few_quick(TAKING[2:], "an error event within"))
-async def test_what_two_callers_meet_is_the_engine_s(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, name: str
-) -> None:
+async def test_what_two_callers_meet_is_the_engine_s(one_redis_server, redis, tmp_path, name):
     """One engine has the fault for everybody."""
     flood = FLOODS[name]
     more = {"stream": True} if flood.stream else {}
@@ -201,7 +188,7 @@ async def test_what_two_callers_meet_is_the_engine_s(
             engine.faults = Faults() if number else flood.faults
         clients.fleet.path = flood.path
 
-        async def share() -> float:
+        async def share():
             before = clients.fleet.came()
             async with asyncio.TaskGroup() as tasks:
                 for number in range(48):

@@ -1,21 +1,15 @@
 """Engines that others use, too: what they count beyond our own requests is load."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, replica, until_serving, worker_here
 from tests.e2e.engines import agent_here
 from tests.eventually import eventually
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import WELL, Faults
 
 FOREIGN = Faults(more_running=200, more_waiting=200, kv_usage=1.0)
@@ -23,9 +17,7 @@ AT_ONCE = 24
 
 
 @asynccontextmanager
-async def three_engines(
-    url: str, memory: Path, **settings: Any
-) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient]]:
+async def three_engines(url, memory, **settings):
     """Each with an agent, behind one replica."""
     async with AsyncExitStack() as opened:
         engines = []
@@ -39,10 +31,10 @@ async def three_engines(
         yield engines, door
 
 
-async def play(door: httpx.AsyncClient, begin: int) -> None:
+async def play(door, begin):
     """Requests that share nothing, all at once."""
 
-    async def ask(number: int) -> None:
+    async def ask(number):
         prompt = [1000 * number + i for i in range(100)]
         body = {"model": "m", "prompt": prompt, "max_tokens": 4}
         assert (await door.post("/v1/completions", json=body)).status_code == 200
@@ -50,7 +42,7 @@ async def play(door: httpx.AsyncClient, begin: int) -> None:
     await asyncio.gather(*(ask(begin + number) for number in range(AT_ONCE)))
 
 
-async def others(door: httpx.AsyncClient) -> list[int]:
+async def others(door):
     answer = await door.get("/v1/workers")
     if answer.status_code == 503:  # beside a real engine, Redis may answer late
         return []
@@ -70,8 +62,8 @@ async def others(door: httpx.AsyncClient) -> list[int]:
     ],
 )
 async def test_an_engine_that_others_keep_busy_is_left_alone_and_then_gets_its_third(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, policy: str
-) -> None:
+    one_redis_server, tmp_path, policy
+):
     async with three_engines(one_redis_server.url, tmp_path, policy=policy) as (engines, door):
         busy = engines[0]
         busy.faults = FOREIGN
@@ -95,13 +87,11 @@ async def test_an_engine_that_others_keep_busy_is_left_alone_and_then_gets_its_t
         assert busy.started - before >= 3 * AT_ONCE / 6, "half of a fair third, at least"
 
 
-async def test_own_requests_are_nobody_elses(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_own_requests_are_nobody_elses(one_redis_server, tmp_path):
     async with three_engines(one_redis_server.url, tmp_path) as (engines, door):
-        seen: list[list[int]] = []
+        seen = []
 
-        async def look() -> None:
+        async def look():
             while True:
                 seen.append(await others(door))
                 await asyncio.sleep(0.05)
@@ -118,9 +108,7 @@ async def test_own_requests_are_nobody_elses(
         assert max(map(max, seen)) == 0
 
 
-async def test_what_clients_send_to_our_own_worker_directly_is_load_of_others(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_what_clients_send_to_our_own_worker_directly_is_load_of_others(one_redis_server):
     url = one_redis_server.url
     async with (
         worker_here(url, "a", speedup=1) as direct,

@@ -1,17 +1,10 @@
 """Whatever an engine answers harms neither the door nor other requests."""
 
-from __future__ import annotations
-
 import asyncio
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door import engine_tokens, upstream
-from app.local.redis_server import EmbeddedRedis
 from tests.attack.attack import answering, attack_from
 from tests.attack.engine import hostile_worker, num_asked
 from tests.door.conftest import replica, until_serving
@@ -19,25 +12,22 @@ from tests.door.test_answers import counted
 from tests.door.test_failures import nothing_reserved
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
-from tests.fakes.engine import FakeEngine
 
 
-def hostile(redis: Redis, name: str) -> AbstractAsyncContextManager[FakeEngine]:
+def hostile(redis, name):
     return hostile_worker(redis, KEYS, name, "m")
 
 
-def asked(how: str, **more: Any) -> dict[str, Any]:
+def asked(how, **more):
     return {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "user": how} | more
 
 
-async def tokens(door: httpx.AsyncClient, kind: str) -> float:
+async def tokens(door, kind):
     return await counted(door, f'tokens_total{{kind="{kind}",model="m"}}')
 
 
-async def test_what_an_engine_should_not_answer_costs_its_request_alone(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    problems: list[str] = []
+async def test_what_an_engine_should_not_answer_costs_its_request_alone(one_redis_server, redis):
+    problems = []
     async with (
         hostile(redis, "a") as engine,
         replica(one_redis_server.url, migrate=True, answer_timeout_s=60) as door,
@@ -52,16 +42,16 @@ async def test_what_an_engine_should_not_answer_costs_its_request_alone(
         await eventually(_async(lambda: engine.num_open), lambda number: number <= 1)
 
 
-def _async(look: Any) -> Any:
-    async def looked() -> Any:
+def _async(look):
+    async def looked():
         return look()
 
     return looked
 
 
 async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connections(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr(engine_tokens, "ANSWER_S", 0.3)
     monkeypatch.setattr(engine_tokens, "FIRST_PAUSE_S", 0.0)
     async with hostile(redis, "a") as engine, replica(one_redis_server.url) as door:
@@ -84,8 +74,8 @@ async def test_an_engine_that_hangs_when_it_is_asked_for_tokens_keeps_no_connect
 
 
 async def test_a_request_that_kills_engines_kills_two_and_is_refused(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     # A connection that was kept may have been closed as it was used: the first try is sent anew.
     monkeypatch.setattr(upstream, "STALE_S", 60.0)
     async with (
@@ -108,10 +98,8 @@ async def test_a_request_that_kills_engines_kills_two_and_is_refused(
 
 
 @pytest.mark.parametrize("name", ["model", "stream_options", "prompt", "n", "user"])
-async def test_deep_members_are_refused_or_passed_on(
-    one_redis_server: EmbeddedRedis, redis: Redis, name: str
-) -> None:
-    deep: Any = 1
+async def test_deep_members_are_refused_or_passed_on(one_redis_server, redis, name):
+    deep = 1
     for _ in range(300):
         deep = [deep]
     async with hostile(redis, "a"), replica(one_redis_server.url) as door:

@@ -7,10 +7,8 @@ import asyncio
 import gzip
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import brotli
 import httpx
@@ -18,10 +16,8 @@ import orjson
 import pytest
 import zstandard
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import registered, replica, until_serving
 
 PAGE = (Path(__file__).parents[2] / "docs/front-door.md").read_text()
@@ -31,7 +27,7 @@ ROWS = {
     if line.startswith("| ") and not line.startswith("| request")
 }
 TURN = {"role": "user", "content": "hi there"}
-POSTED: dict[str, dict[str, Any]] = {
+POSTED = {
     **{path: {"input": "hi there", "query": "q", "documents": ["hi there"]} for path in PATHS},
     **{path: {"input": "hi there"} for path in PASSED_ON},
     **{path: {"text_1": "a", "text_2": "hi there"} for path in ("/v1/score", "/score")},
@@ -43,9 +39,7 @@ POSTED: dict[str, dict[str, Any]] = {
 OWN = {"/v1/route": {"token_ids": [1, 2, 3]}}
 GOTTEN = ("/", "/health", "/readiness", "/metrics", "/docs", "/v1/models", "/v1/models/m")
 GOTTEN += ("/openapi.json", "/v1/workers")
-WHOLE: dict[str, Any] = {
-    "choices": [{"text": "x", "message": {"content": "x"}, "finish_reason": "stop"}]
-}
+WHOLE = {"choices": [{"text": "x", "message": {"content": "x"}, "finish_reason": "stop"}]}
 WHOLE |= {"content": [], "output": [], "input_tokens": 3, "type": "message", "stop_reason": "x"}
 
 
@@ -57,7 +51,7 @@ class Front:
     client: httpx.AsyncClient
     heard: deque[tuple[str, str, bytes]] = field(default_factory=deque)
 
-    async def raw(self, data: bytes) -> tuple[int, dict[str, str], bytes]:
+    async def raw(self, data):
         """Status, headers and body of what is answered until the connection ends."""
         async with asyncio.timeout(20):
             reader, writer = await asyncio.open_connection(*self.address)
@@ -68,19 +62,17 @@ class Front:
         headers = dict(line.lower().split(": ", 1) for line in lines[1:])
         return int(lines[0].split()[1]), headers, body
 
-    async def post(
-        self, path: str, body: bytes, *more: str, version: str = "1.1", method: str = "POST"
-    ) -> tuple[int, dict[str, str], bytes]:
+    async def post(self, path, body, *more, version="1.1", method="POST"):
         lines = [f"{method} {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}"]
         head = "\r\n".join([*lines, "Connection: close", *more, "", ""])
         return await self.raw(head.encode() + body)
 
 
 @pytest.fixture
-async def front(redis: Redis, one_redis_server: EmbeddedRedis) -> AsyncIterator[Front]:
+async def front(redis, one_redis_server):
     heard = deque[tuple[str, str, bytes]](maxlen=100)
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request):
         body = await request.read()
         heard.append((request.path, request.headers["content-type"], body))
         if b'"stream":true' not in body:
@@ -112,16 +104,16 @@ async def front(redis: Redis, one_redis_server: EmbeddedRedis) -> AsyncIterator[
     await runner.cleanup()
 
 
-def body_of(path: str, **more: Any) -> bytes:
+def body_of(path, **more):
     return orjson.dumps({"model": "m", **POSTED[path], **more} if path in POSTED else OWN[path])
 
 
-def raw_deflated(body: bytes) -> bytes:
+def raw_deflated(body):
     packer = zlib.compressobj(wbits=-15)
     return packer.compress(body) + packer.flush()
 
 
-ENCODED: list[tuple[str, Callable[[bytes], bytes]]] = [
+ENCODED = [
     ("gzip", gzip.compress),
     ("X-Gzip", gzip.compress),
     ("deflate", zlib.compress),
@@ -133,7 +125,7 @@ ENCODED: list[tuple[str, Callable[[bytes], bytes]]] = [
 ]
 
 
-async def encoded(front: Front) -> None:
+async def encoded(front):
     for path in (*POSTED, *OWN):
         for name, encode in ENCODED:
             body = body_of(path)
@@ -148,7 +140,7 @@ async def encoded(front: Front) -> None:
                 assert front.heard[-1][2].startswith(body[:-1])
 
 
-async def otherwise_encoded(front: Front) -> None:
+async def otherwise_encoded(front):
     for path in (*POSTED, *OWN):
         for name in ("compress", "gzip, br", "x"):
             status, _, said = await front.post(path, body_of(path), f"Content-Encoding: {name}")
@@ -156,7 +148,7 @@ async def otherwise_encoded(front: Front) -> None:
             assert b"zstd" in said
 
 
-async def wrongly_encoded(front: Front) -> None:
+async def wrongly_encoded(front):
     for path in (*POSTED, *OWN):
         for name, encode in ENCODED[:-2]:
             for body in (b"{}", b"", encode(body_of(path))[:-3]):
@@ -164,7 +156,7 @@ async def wrongly_encoded(front: Front) -> None:
                 assert answer[0] == (400 if path in POSTED else 422), (path, name, body, answer)
 
 
-async def too_large(front: Front) -> None:
+async def too_large(front):
     for path in (*POSTED, *OWN):
         flag = b"--max-request-bytes" if path in POSTED else b"--max-body-bytes"
         plain = b" " * 65536 + body_of(path)
@@ -177,7 +169,7 @@ async def too_large(front: Front) -> None:
             assert (status, flag in said) == (413, True), (path, name, said)
 
 
-async def halves(front: Front) -> None:
+async def halves(front):
     for path in POSTED:
         half = rb"hi \ud83d \\ud83d \ud83d\ude00 there"
         body = body_of(path).replace(b"hi there", half)
@@ -188,7 +180,7 @@ async def halves(front: Front) -> None:
         assert (await front.post(path, ends_so))[0] == 200
 
 
-async def forms(front: Front) -> None:
+async def forms(front):
     front.client.headers["x"] = "x"
     parts = (
         b'--b0\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n--b0\r\n'
@@ -206,7 +198,7 @@ async def forms(front: Front) -> None:
         assert (await front.post(path, body, "Content-Type: multipart/form-data"))[0] == 400
 
 
-async def heads(front: Front) -> None:
+async def heads(front):
     for path in GOTTEN:
         gotten = await front.post(path, b"", method="GET")
         status, headers, said = await front.post(path, b"", method="HEAD")
@@ -215,7 +207,7 @@ async def heads(front: Front) -> None:
     assert (await front.post("/api/hello", b"", method="HEAD"))[::2] == (404, b"")
 
 
-async def options(front: Front) -> None:
+async def options(front):
     for path in (*GOTTEN, *POSTED, *OWN, "/v1/requests/r"):
         status, headers, said = await front.post(path, b"", method="OPTIONS")
         assert (status, said) == (204, b""), path
@@ -225,13 +217,13 @@ async def options(front: Front) -> None:
     assert (await front.post("/none", b"", method="OPTIONS"))[0] == 404
 
 
-async def other_methods(front: Front) -> None:
+async def other_methods(front):
     for path, method in [*((p, "PUT") for p in GOTTEN), *((p, "GET") for p in (*POSTED, *OWN))]:
         status, headers, _ = await front.post(path, b"", method=method)
         assert (status, bool(headers["allow"])) == (405, True), path
 
 
-async def websockets(front: Front) -> None:
+async def websockets(front):
     for path in (*GOTTEN, *POSTED, "/none"):
         asks = (
             "GET %s HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: %s\r\n\r\n"
@@ -243,7 +235,7 @@ async def websockets(front: Front) -> None:
     assert (await front.post("/v1/completions", body, *h2c))[0] == 200
 
 
-async def old_version(front: Front) -> None:
+async def old_version(front):
     for path in (*POSTED, *OWN):
         status, headers, said = await front.post(path, body_of(path), version="1.0")
         assert (status, "transfer-encoding" in headers) == (200, False), path
@@ -261,7 +253,7 @@ async def old_version(front: Front) -> None:
             assert bool(said) == (method == "GET")
 
 
-async def odd_paths(front: Front) -> None:
+async def odd_paths(front):
     for path in (*POSTED, "/v1/models"):
         method = "GET" if path == "/v1/models" else "POST"
         plain = path.removeprefix("/v1")
@@ -273,7 +265,7 @@ async def odd_paths(front: Front) -> None:
             assert (status, path.encode() in said) == (404, True), (each, said)
 
 
-TRIED: dict[str, Callable[[Front], Awaitable[None]]] = {
+TRIED = {
     "body in `gzip`, `deflate`, `br`, `zstd`": encoded,
     "body in another encoding": otherwise_encoded,
     "body that is not in the encoding it names": wrongly_encoded,
@@ -289,16 +281,16 @@ TRIED: dict[str, Callable[[Front], Awaitable[None]]] = {
 }
 
 
-def test_every_row_is_tried() -> None:
+def test_every_row_is_tried():
     assert TRIED.keys() == ROWS
 
 
 @pytest.mark.parametrize("row", TRIED)
-async def test_each_row_of_the_page(row: str, front: Front) -> None:
+async def test_each_row_of_the_page(row, front):
     await TRIED[row](front)
 
 
-async def test_a_cut_stream_of_http_1_0_ends_in_an_error(front: Front) -> None:
+async def test_a_cut_stream_of_http_1_0_ends_in_an_error(front):
     # There the end of a connection looks like success.
     body = body_of("/v1/completions", stream=True, user="cut")
     status, headers, said = await front.post("/v1/completions", body, version="1.0")
@@ -306,7 +298,7 @@ async def test_a_cut_stream_of_http_1_0_ends_in_an_error(front: Front) -> None:
     assert b'"error"' in said
 
 
-async def test_an_empty_name_means_the_only_model(front: Front) -> None:
+async def test_an_empty_name_means_the_only_model(front):
     body = body_of("/v1/completions").replace(b'"m"', b'""')
     assert (await front.post("/v1/completions", body))[0] == 200
     assert orjson.loads(front.heard[-1][2])["model"] == "m"

@@ -1,13 +1,5 @@
 """A worker whose agent takes its engine to be ill: requests go on elsewhere, on all paths."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import httpx
-from redis.asyncio import Redis
-
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.door.sick_fleet import EMBEDDINGS, STREAMED, TOKENIZE, asked
@@ -17,13 +9,11 @@ from tests.fake_worker import KEYS, fake_agent, running
 WHY = "has requests, and computes nothing of them"
 
 
-async def paused(door: httpx.AsyncClient) -> Any:
+async def paused(door):
     return (await door.get("/v1/workers")).json()["paused"]
 
 
-async def test_an_ill_worker_is_left_alone_and_its_model_is_answered(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_an_ill_worker_is_left_alone_and_its_model_is_answered(one_redis_server, redis):
     ill = fake_agent(ScriptRunner(redis, 5.0), KEYS, "ill", models=("m",))
     async with (
         running(ill),

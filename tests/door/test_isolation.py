@@ -1,23 +1,14 @@
 """A key has to do with its own requests, models, tenant and cache alone."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
-from tests.fakes.engine import FakeEngine
 
 PATH = "/v1/completions"
 PROMPT = [*range(1, 101)]
@@ -32,20 +23,18 @@ scraper s metrics
 """
 
 
-def key(of: str) -> dict[str, str]:
+def key(of):
     return {"authorization": f"Bearer {of}"}
 
 
 @pytest.fixture
-async def engine(redis: Redis) -> AsyncIterator[FakeEngine]:
+async def engine(redis):
     async with sick_worker(redis, "a") as one:
         yield one
 
 
 @pytest.fixture
-async def door(
-    one_redis_server: EmbeddedRedis, engine: FakeEngine, tmp_path: Path
-) -> AsyncIterator[httpx.AsyncClient]:
+async def door(one_redis_server, engine, tmp_path):
     (tmp_path / "keys").write_text(KEYS_FILE)
     async with replica(one_redis_server.url, api_key_file=str(tmp_path / "keys")) as door:
         door.headers.update(key("o"))
@@ -54,15 +43,15 @@ async def door(
         yield door
 
 
-async def route(door: httpx.AsyncClient, of: str, **more: Any) -> httpx.Response:
+async def route(door, of, **more):
     return await door.post("/v1/route", json={"token_ids": PROMPT} | more, headers=key(of))
 
 
 @pytest.mark.parametrize("end", ["DELETE", "prefill_complete", "source_complete", "worker_failed"])
-async def test_only_the_key_of_a_request_ends_it(door: httpx.AsyncClient, end: str) -> None:
+async def test_only_the_key_of_a_request_ends_it(door, end):
     reply = (await route(door, "a", request_id="r1")).json()
 
-    async def ended(of: str, name: str) -> bool:
+    async def ended(of, name):
         path = f"/v1/requests/{name}"
         if end in ("DELETE", "worker_failed"):
             asked = {"worker_failed": "true"} if end == "worker_failed" else {}
@@ -80,7 +69,7 @@ async def test_only_the_key_of_a_request_ends_it(door: httpx.AsyncClient, end: s
         assert await ended("a", "r1")
 
 
-async def test_a_key_takes_no_reservation_of_another_by_its_id(door: httpx.AsyncClient) -> None:
+async def test_a_key_takes_no_reservation_of_another_by_its_id(door):
     await route(door, "a", request_id="r1")
     await route(door, "b", request_id="r1", retry=True)
     workers = (await door.get("/v1/workers", headers=key("o"))).json()["workers"]
@@ -103,9 +92,7 @@ async def test_a_key_takes_no_reservation_of_another_by_its_id(door: httpx.Async
         ("b", {"lora_name": "other-1"}, "lora_name"),
     ],
 )
-async def test_what_a_key_may_not_ask_for_is_refused_by_name(
-    door: httpx.AsyncClient, of: str, asked: dict[str, Any], field: str
-) -> None:
+async def test_what_a_key_may_not_ask_for_is_refused_by_name(door, of, asked, field):
     reply = await route(door, of, **asked)
     assert (reply.status_code, reply.json()["error"]["field"]) == (403, field), reply.text
     assert (await route(door, "b", tenant="acme", priority="low")).status_code == 200
@@ -114,23 +101,21 @@ async def test_what_a_key_may_not_ask_for_is_refused_by_name(
         assert (await route(door, "o", **asked)).status_code in (200, 503)
 
 
-async def test_headers_set_neither_tenant_nor_priority_above_a_keys_own(
-    door: httpx.AsyncClient, redis: Redis
-) -> None:
+async def test_headers_set_neither_tenant_nor_priority_above_a_keys_own(door, redis):
     headers = {"x-tenant-id": "acme", "x-priority": "high"}
     for of, tenant in (("a", "ann"), ("b", "acme"), ("o", "acme"), ("y", "acme")):
         asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
         reply = await door.post(PATH, json=asked, headers=key(of) | headers)
         assert reply.status_code == 200, reply.text
 
-        async def tenants(of: str = of) -> dict[str, list[str]]:
+        async def tenants(of=of):
             found = (await door.get("/v1/usage?by=tenant", headers=key("o"))).json()
             return {row["name"]: row["requests"] for row in found["rows"]}
 
         assert tenant in await eventually(tenants, lambda found, tenant=tenant: tenant in found)
 
 
-async def test_a_key_lists_and_asks_for_its_models_alone(door: httpx.AsyncClient) -> None:
+async def test_a_key_lists_and_asks_for_its_models_alone(door):
     asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
     listed = {
         of: [card["id"] for card in (await door.get("/v1/models", headers=key(of))).json()["data"]]
@@ -153,17 +138,14 @@ async def test_a_key_lists_and_asks_for_its_models_alone(door: httpx.AsyncClient
     assert (await door.post(PATH, json=asked, headers=key("b"))).status_code == 200
 
 
-async def test_an_isolated_tenant_shares_no_cache_and_nobody_can_look_into_it(
-    door: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_isolated_tenant_shares_no_cache_and_nobody_can_look_into_it(door, engine):
     asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
 
-    async def salt_sent(of: str, **more: Any) -> str | None:
+    async def salt_sent(of, **more):
         reply = await door.post(PATH, json=asked | more, headers=key(of))
         assert reply.status_code == 200, reply.text
         assert "x-kvroute-overlap" not in reply.headers
-        salt: str | None = engine.bodies[-1].get("cache_salt")
-        return salt
+        return engine.bodies[-1].get("cache_salt")
 
     assert await salt_sent("i") == "isolated:iso:"
     assert await salt_sent("i", cache_salt="own") == "isolated:iso:own"
@@ -180,8 +162,8 @@ async def test_an_isolated_tenant_shares_no_cache_and_nobody_can_look_into_it(
 
 
 async def test_no_path_opens_to_a_key_that_is_forged_revoked_or_of_another_place(
-    door: httpx.AsyncClient, tmp_path: Path, one_redis_server: EmbeddedRedis
-) -> None:
+    door, tmp_path, one_redis_server
+):
     file = tmp_path / "keys"
     file.write_text(KEYS_FILE.replace("ann a\n", "ann new\n"))
     await eventually(

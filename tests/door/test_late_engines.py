@@ -1,16 +1,11 @@
 """An engine that answers, but begins late: it loses its traffic, is named, and wins it back."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
-from tests.door.sick_fleet import SickFleet, sick_fleet
+from tests.door.sick_fleet import sick_fleet
 from tests.eventually import eventually
 from tests.fakes.faults import Faults
 
@@ -20,10 +15,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @asynccontextmanager
-async def loaded(fleet: SickFleet, clients: int = 6, *, streamed: bool) -> AsyncIterator[None]:
+async def loaded(fleet, clients=6, *, streamed):
     """While some clients ask, each again once it is answered."""
 
-    async def client(number: int) -> None:
+    async def client(number):
         while True:
             number += clients
             assert (await fleet.ask(number, stream=streamed)).status_code == 200
@@ -37,7 +32,7 @@ async def loaded(fleet: SickFleet, clients: int = 6, *, streamed: bool) -> Async
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def share_of_first(fleet: SickFleet, for_s: float = 4.0) -> float:
+async def share_of_first(fleet, for_s=4.0):
     """What the first engine gets meanwhile; FAIR: as much as each other."""
     before = fleet.came()
     await asyncio.sleep(for_s)
@@ -47,8 +42,8 @@ async def share_of_first(fleet: SickFleet, for_s: float = 4.0) -> float:
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_an_engine_that_begins_late_loses_its_traffic_and_wins_it_back(
-    one_redis_server: EmbeddedRedis, redis: Redis, streamed: bool
-) -> None:
+    one_redis_server, redis, streamed
+):
     async with (
         sick_fleet(redis, one_redis_server.url, replicas=2) as fleet,
         loaded(fleet, streamed=streamed),

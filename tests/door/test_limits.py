@@ -1,30 +1,22 @@
 """Limits of keys hold over all replicas, whatever becomes of replicas and Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-from redis.asyncio import Redis
 
-from app.core.key_rules import KeyRules, parse_rules
-from app.local.redis_server import EmbeddedRedis
+from app.core.key_rules import parse_rules
 from app.router import limiter
 from app.state.connect import connect
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
-from tests.fakes.engine import FakeEngine
 from tests.fakes.faults import Faults
 from tests.redis_servers import stopped
 
@@ -32,20 +24,18 @@ PATH = "/v1/completions"
 OPERATOR = {"authorization": "Bearer o"}
 
 
-def body(tokens: int = 20, **more: Any) -> dict[str, Any]:
+def body(tokens=20, **more):
     return {"model": "m", "prompt": [*range(1, tokens + 1)], "max_tokens": 8} | more
 
 
-def keys_file(folder: Path, *limits: str, more: str = "") -> str:
+def keys_file(folder, *limits, more=""):
     file = folder / "keys"
     file.write_text(f"ops o operator\nann a {' '.join(limits)}\n{more}")
     return str(file)
 
 
 @asynccontextmanager
-async def replicas(
-    server: EmbeddedRedis, count: int, file: str, **settings: Any
-) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def replicas(server, count, file, **settings):
     """Clients, with the limited key, of so many replicas in this process."""
     async with AsyncExitStack() as stack:
         doors = [
@@ -60,7 +50,7 @@ async def replicas(
 
 
 @contextmanager
-def processes(server: EmbeddedRedis, count: int, file: str) -> Iterator[list[Process]]:
+def processes(server, count, file):
     flags = (f"--redis-url={server.url}", f"--namespace={NAMESPACE}", f"--api-key-file={file}")
     # A busy machine must not pass for a Redis that is away.
     flags += ("--redis-timeout-ms=5000", "--port=0")
@@ -72,12 +62,12 @@ def processes(server: EmbeddedRedis, count: int, file: str) -> Iterator[list[Pro
 
 
 async def test_four_replicas_and_64_clients_get_what_one_bucket_holds(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     file, lasts_s = keys_file(tmp_path, "requests=600/m"), 4.0
-    let_in: list[float] = []
+    let_in = []
 
-    async def insist(door: httpx.AsyncClient, until_s: float) -> None:
+    async def insist(door, until_s):
         while time.monotonic() < until_s:
             reply = await door.post(PATH, json=body())
             if reply.status_code == 200:
@@ -96,8 +86,8 @@ async def test_four_replicas_and_64_clients_get_what_one_bucket_holds(
 
 
 async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     file, peaks, served = keys_file(tmp_path, "concurrent=8"), [0], [0]
     async with (
         sick_worker(redis, "a") as a,
@@ -105,7 +95,7 @@ async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
         httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client,
     ):
 
-        def seen(_: object) -> Faults:
+        def seen(_):
             peaks.append(a.running + b.running)
             return Faults(token_s=0.02)
 
@@ -116,7 +106,7 @@ async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
                 async with httpx.AsyncClient(base_url=url, headers=OPERATOR) as operator:
                     await until_serving(operator, 2)
 
-            async def insist(number: int, until_s: float) -> None:
+            async def insist(number, until_s):
                 while time.monotonic() < until_s:
                     url = urls[number % len(urls)] + PATH
                     with suppress(httpx.TransportError):
@@ -136,7 +126,7 @@ async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
             # Its places come back.
             held = f"{KEYS['limits:']}ann"
 
-            async def lost() -> int:
+            async def lost():
                 fields = await redis.hgetall(held)
                 now_ms = 1000 * (await redis.time())[0]
                 return sum(
@@ -150,8 +140,8 @@ async def test_no_more_than_its_places_are_taken_while_a_replica_is_killed(
 
 
 async def test_tokens_are_settled_by_what_engines_say_and_hang_ups_at_once(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     file = keys_file(tmp_path, "tokens=6M/d", "uncached=6M/d", "concurrent=50")
     name, used, computed = f"{KEYS['limits:']}ann", 0, 0
     async with sick_worker(redis, "a") as a, replicas(one_redis_server, 2, file) as doors:
@@ -163,7 +153,7 @@ async def test_tokens_are_settled_by_what_engines_say_and_hang_ups_at_once(
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             computed += usage["prompt_tokens"] - cached
 
-        async def taken() -> float:
+        async def taken():
             level, _ = (await redis.hget(name, "tokens")).split()
             return 1_000_000 - float(level)
 
@@ -178,7 +168,7 @@ async def test_tokens_are_settled_by_what_engines_say_and_hang_ups_at_once(
         async with doors[0].stream("POST", PATH, json=body(300, stream=True)) as reply:
             await anext(reply.aiter_bytes())
 
-        async def hung_up() -> bool:
+        async def hung_up():
             held = [v for k, v in (await redis.hgetall(name)).items() if k.startswith(b"held ")]
             return all(value.split()[0] == b"0" for value in held)
 
@@ -188,8 +178,8 @@ async def test_tokens_are_settled_by_what_engines_say_and_hang_ups_at_once(
 
 @pytest.mark.parametrize("words", [("requests=60/h",), ("tokens=600/h",), ("concurrent=1",)])
 async def test_who_is_refused_is_told_when_to_come_again_in_the_form_of_the_path(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+    one_redis_server, redis, tmp_path, words
+):
     file = keys_file(tmp_path, *words)
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     async with sick_worker(redis, "a") as a, replicas(one_redis_server, 1, file) as [door]:
@@ -228,25 +218,23 @@ async def test_who_is_refused_is_told_when_to_come_again_in_the_form_of_the_path
             await eventually(lambda: _status(door), lambda status: status == 200)
 
 
-async def _running(engine: FakeEngine) -> int:
+async def _running(engine):
     return engine.running
 
 
-async def _status(door: httpx.AsyncClient) -> int:
+async def _status(door):
     return (await door.post(PATH, json=body())).status_code
 
 
 @pytest.mark.parametrize("which", ["openai", "anthropic"])
-async def test_clients_wait_as_they_are_told_and_go_on(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, which: str
-) -> None:
+async def test_clients_wait_as_they_are_told_and_go_on(one_redis_server, redis, tmp_path, which):
     file = keys_file(tmp_path, "requests=60/m")  # ten at once, and then one a second
-    said: dict[str, Any] = {"model": "m", "max_tokens": 4}
+    said = {"model": "m", "max_tokens": 4}
     said["messages"] = [{"role": "user", "content": "hi"}]
     async with sick_worker(redis, "a"), replicas(one_redis_server, 1, file) as [door]:
         url, options = str(door.base_url).rstrip("/"), {"api_key": "a", "max_retries": 9}
         if which == "openai":
-            opened: Any = openai.AsyncOpenAI(base_url=f"{url}/v1", **options)
+            opened = openai.AsyncOpenAI(base_url=f"{url}/v1", **options)
             ask = opened.chat.completions.create
         else:
             opened = anthropic.AsyncAnthropic(base_url=url, **options)
@@ -256,7 +244,7 @@ async def test_clients_wait_as_they_are_told_and_go_on(
             answers = await asyncio.gather(*(ask(**said) for _ in range(13)))
             took_s = time.monotonic() - began_s
 
-        async def used() -> dict[str, Any]:
+        async def used():
             [row] = (await door.get("/v1/usage", headers=OPERATOR)).json()["rows"]
             return dict(row)
 
@@ -267,8 +255,8 @@ async def test_clients_wait_as_they_are_told_and_go_on(
 
 
 async def test_without_redis_replicas_keep_to_their_part_and_to_what_they_hold(
-    own_redis_server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_redis_server, tmp_path, monkeypatch
+):
     monkeypatch.setattr(limiter, "SETTLED_S", 0.2)
     file = keys_file(tmp_path, "requests=600/m", "concurrent=2")
     async with (
@@ -290,8 +278,8 @@ async def test_without_redis_replicas_keep_to_their_part_and_to_what_they_hold(
 
 
 async def test_a_key_without_limits_asks_nothing_of_redis_for_them(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     file = keys_file(tmp_path)
     async with sick_worker(redis, "a"), replicas(one_redis_server, 1, file) as [door]:
         reply = await door.post(PATH, json=body())
@@ -300,8 +288,8 @@ async def test_a_key_without_limits_asks_nothing_of_redis_for_them(
     assert not await redis.keys(f"{KEYS['limits:']}*")
 
 
-def test_each_bucket_of_a_replica_alone_is_its_part_of_the_whole() -> None:
-    rules: KeyRules = parse_rules("ann", ["requests=600/m"], ())
+def test_each_bucket_of_a_replica_alone_is_its_part_of_the_whole():
+    rules = parse_rules("ann", ["requests=600/m"], ())
     assert rules.requests is not None
     alone = limiter._Alone(rules.requests, 4, 25.0, 0.0)
     taken = 0

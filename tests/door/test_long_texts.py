@@ -1,17 +1,11 @@
 """Texts that no engine would take are refused before they are tokenized, at little cost."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door import prompts
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually
@@ -20,11 +14,11 @@ MAX_TOKENS = 1000
 LONG = "word after word " * 20_000
 
 
-async def until_rendered(door: httpx.AsyncClient) -> None:
+async def until_rendered(door):
     """Prompts, by the router itself."""
     await until_serving(door, 1)
 
-    async def rendered() -> float:
+    async def rendered():
         await door.post("/v1/completions", json={"model": "m", "prompt": "x"})
         return await counted(door, 'tokens_from_total{model="m",source="router"}')
 
@@ -38,12 +32,10 @@ async def until_rendered(door: httpx.AsyncClient) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
     ],
 )
-async def test_a_text_that_cannot_fit_is_refused_as_engines_do(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, body: dict[str, Any]
-) -> None:
-    asked: list[int] = []
+async def test_a_text_that_cannot_fit_is_refused_as_engines_do(one_redis_server, redis, path, body):
+    asked = []
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         asked.append(len(await request.read()))
         return web.json_response({"choices": []})
 
@@ -54,7 +46,7 @@ async def test_a_text_that_cannot_fit_is_refused_as_engines_do(
     ):
         await until_rendered(door)
         asked.clear()
-        answer: httpx.Response = await door.post(path, json={"model": "m", **body})
+        answer = await door.post(path, json={"model": "m", **body})
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
@@ -75,21 +67,16 @@ OF_RESPONSES = {"input": [{"role": "user", "content": LONG}]}
     ],
 )
 async def test_a_large_body_of_another_dialect_becomes_a_chat_in_a_thread(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    body: dict[str, Any],
-    converts: str,
-) -> None:
+    one_redis_server, redis, monkeypatch, path, body, converts
+):
     here, convert = threading.get_ident(), getattr(prompts, converts)
-    seen: list[bool] = []
+    seen = []
 
-    def noted(*args: Any) -> Any:
+    def noted(*args):
         seen.append(threading.get_ident() == here)
         return convert(*args)
 
-    async def complete(_: web.Request) -> web.Response:
+    async def complete(_):
         return web.json_response({"output": [], "content": []})
 
     monkeypatch.setattr(prompts, converts, noted)

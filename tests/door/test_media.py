@@ -1,17 +1,12 @@
 """Images in prompts count as engines count them."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from base64 import b64encode
-from typing import Any
 
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.tokens.media import USUAL_TOKENS, MediaTokens, media_in, rule_of
 from tests.door.conftest import completing, replica, until_serving
 
@@ -31,36 +26,36 @@ QWEN3 = {
 }
 
 
-def png(width: int, height: int, num_bytes: int = 100) -> str:
+def png(width, height, num_bytes=100):
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", 13) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
     return b64encode(b"\x89PNG\r\n\x1a\n" + chunk + bytes(num_bytes)).decode()
 
 
-def jpeg(width: int, height: int, thumbnail: int) -> str:
+def jpeg(width, height, thumbnail):
     """With so many bytes before what says its size."""
     before = b"\xff\xe1" + struct.pack(">H", thumbnail + 2) + bytes(thumbnail)
     frame = b"\xff\xc0" + struct.pack(">HBHHB", 11, 8, height, width, 1) + b"\x01\x11\x00"
     return b64encode(b"\xff\xd8" + before + frame + bytes(100)).decode()
 
 
-def chat(*images: str, text: str = "what is this?", **detail: str) -> dict[str, Any]:
-    parts: list[Any] = [{"type": "text", "text": text}]
+def chat(*images, text="what is this?", **detail):
+    parts = [{"type": "text", "text": text}]
     for image in images:
         url = image if image.startswith("http") else f"data:image/png;base64,{image}"
         parts.append({"type": "image_url", "image_url": {"url": url, **detail}})
     return {"model": "m", "messages": [{"role": "user", "content": parts}]}
 
 
-def of_messages(image: str, *, in_tool_result: bool = False) -> dict[str, Any]:
+def of_messages(image, *, in_tool_result=False):
     source = {"type": "base64", "media_type": "image/png", "data": image}
-    content: list[Any] = [{"type": "image", "source": source}]
+    content = [{"type": "image", "source": source}]
     if in_tool_result:
         content = [{"type": "tool_result", "tool_use_id": "t", "content": content}]
     return {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
 
 
-def of_responses(image: str) -> dict[str, Any]:
+def of_responses(image):
     part = {"type": "input_image", "image_url": f"data:image/png;base64,{image}"}
     return {"model": "m", "input": [{"role": "user", "content": [part]}]}
 
@@ -76,9 +71,7 @@ def of_responses(image: str) -> dict[str, Any]:
         (QWEN3, (150, 100), 70),
     ],
 )
-def test_an_image_has_as_many_tokens_as_its_processor_makes(
-    preprocessor: dict[str, Any], size: tuple[int, int], tokens: int
-) -> None:
+def test_an_image_has_as_many_tokens_as_its_processor_makes(preprocessor, size, tokens):
     rule = rule_of(preprocessor, {})
     assert rule is not None
     assert rule(size) == tokens
@@ -94,9 +87,7 @@ def test_an_image_has_as_many_tokens_as_its_processor_makes(
         (QWEN | {"size": {"longest_edge": -1}}, {}, None),
     ],
 )
-def test_files_that_tell_no_rule_give_none(
-    preprocessor: dict[str, Any], config: dict[str, Any], tokens: int | None
-) -> None:
+def test_files_that_tell_no_rule_give_none(preprocessor, config, tokens):
     rule = rule_of(preprocessor, config)
     assert (rule and rule((100, 100))) == tokens
 
@@ -116,17 +107,17 @@ def test_files_that_tell_no_rule_give_none(
         (chat(), []),
     ],
 )
-def test_images_are_found_in_all_dialects(body: dict[str, Any], sizes: list[Any]) -> None:
+def test_images_are_found_in_all_dialects(body, sizes):
     assert list(media_in([body.get("messages") or body["input"]], 0).sizes) == sizes
 
 
-def test_what_holds_an_image_is_no_text() -> None:
+def test_what_holds_an_image_is_no_text():
     small = media_in([chat(png(1, 1))["messages"]], 1000 + len(png(1, 1)))
     large = media_in([chat(png(1, 1, 10**6))["messages"]], 1000 + len(png(1, 1, 10**6)))
     assert small.text_tokens == large.text_tokens <= 250
 
 
-def test_a_mean_is_learned_where_no_rule_is_known() -> None:
+def test_a_mean_is_learned_where_no_rule_is_known():
     counted = MediaTokens()
     two = media_in([chat(png(1, 1), png(9, 9))["messages"]], 400)
     assert counted.of(two, None) == 2 * USUAL_TOKENS
@@ -144,16 +135,16 @@ def test_a_mean_is_learned_where_no_rule_is_known() -> None:
     ],
 )
 async def test_a_large_photo_is_reserved_as_its_engine_counts_it(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, body: dict[str, Any]
-) -> None:
+    one_redis_server, redis, path, body
+):
     reserved = []
 
-    async def complete(_: web.Request) -> web.Response:
+    async def complete(_):
         [worker] = (await door.get("/v1/workers")).json()["workers"]
         reserved.append(worker["prefill_tokens"])
         usage = {"prompt_tokens": 81, "completion_tokens": 1, "total_tokens": 82}
         usage |= {"input_tokens": 81, "output_tokens": 1}
-        answer: dict[str, Any] = {"choices": [], "content": [], "output": []}  # of any dialect
+        answer = {"choices": [], "content": [], "output": []}  # of any dialect
         return web.json_response(answer | {"usage": usage})
 
     async with (

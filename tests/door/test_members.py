@@ -1,28 +1,21 @@
 """What of a request goes on to an engine, and what of an answer comes back."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import httpx
 import orjson
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.errors import InvalidRequest
 from app.door.members import ONLY_ROUTERS, check, headers_back, headers_on
 from app.http.json_body import JsonBody
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 
 
-def checked(**members: Any) -> None:
+def checked(**members):
     check(JsonBody.parse(orjson.dumps(members)))
 
 
 @pytest.mark.parametrize("name", sorted(ONLY_ROUTERS))
-def test_what_only_routers_may_say_is_refused(name: str) -> None:
+def test_what_only_routers_may_say_is_refused(name):
     with pytest.raises(InvalidRequest, match="may only be set by a router") as refused:
         checked(model="m", **{name: 1})
     assert refused.value.field == name
@@ -32,7 +25,7 @@ def test_what_only_routers_may_say_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["mm_transfer_params", "decode_bootstrap_host", "x_dp_rank", "lora_name", "Priority"]
 )
-def test_so_is_what_later_engines_may_have_for_routers(name: str) -> None:
+def test_so_is_what_later_engines_may_have_for_routers(name):
     with pytest.raises(InvalidRequest, match="may only be set by a router"):
         checked(**{name: "x"})
 
@@ -47,23 +40,23 @@ def test_so_is_what_later_engines_may_have_for_routers(name: str) -> None:
         {"custom_params": {"priority": 1}},
     ],
 )
-def test_so_is_what_is_hidden_in_an_object(members: dict[str, Any]) -> None:
+def test_so_is_what_is_hidden_in_an_object(members):
     with pytest.raises(InvalidRequest) as refused:
         checked(**members)
     assert refused.value.field == next(iter(members))
 
 
-def test_a_name_in_such_an_object_comes_once() -> None:
+def test_a_name_in_such_an_object_comes_once():
     body = JsonBody.parse(b'{"vllm_xargs": {"a": 1, "a": 2}}')
     with pytest.raises(InvalidRequest, match="vllm_xargs: a: comes twice"):
         check(body)
 
 
-def test_what_is_not_known_passes() -> None:
+def test_what_is_not_known_passes():
     checked(later={"a": [{}] * 1000}, safeguards=["x" * 50_000], mm_processor_kwargs={})
 
 
-def test_headers_that_engines_obey_do_not_go_on() -> None:
+def test_headers_that_engines_obey_do_not_go_on():
     sent = [
         (b"accept", b"*/*"),
         (b"x-vllm-priority", b"-9"),
@@ -77,7 +70,7 @@ def test_headers_that_engines_obey_do_not_go_on() -> None:
     assert headers_on(sent) == [(b"accept", b"*/*"), (b"x-stainless-lang", b"python")]
 
 
-def test_headers_that_are_not_for_the_client_do_not_come_back() -> None:
+def test_headers_that_are_not_for_the_client_do_not_come_back():
     answered = [
         (b"content-type", b"application/json"),
         (b"set-cookie", b"a=b"),
@@ -93,12 +86,10 @@ def test_headers_that_are_not_for_the_client_do_not_come_back() -> None:
     ]
 
 
-async def test_an_engine_is_asked_only_what_may_be_asked(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    seen: list[web.Request] = []
+async def test_an_engine_is_asked_only_what_may_be_asked(one_redis_server, redis):
+    seen = []
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         seen.append(request)
         await request.read()
         return web.json_response({"tokens": []}, headers={"set-cookie": "a=b"})
@@ -109,7 +100,7 @@ async def test_an_engine_is_asked_only_what_may_be_asked(
     ):
         await until_serving(door, 1)
 
-        async def ask(**members: Any) -> httpx.Response:
+        async def ask(**members):
             headers = {"x-vllm-priority": "-1", "content-type": "text/plain"}
             body = orjson.dumps({"model": "m", "prompt": "x", **members})
             return await door.post("/tokenize", content=body, headers=headers)

@@ -1,37 +1,29 @@
 """What the door counts of requests: by model, by worker, and by what their time was spent on."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
 
 from app.door.record import Stage
 from app.http.metrics import Children, Counter, Family
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_access_log import ASKED, PATH, complete, lines
-from tests.edge.test_metrics import Scraped, scrape
+from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
 
 
-async def full(_: web.Request) -> web.Response:
+async def full(_):
     return web.json_response({"error": "full"}, status=503, headers={"retry-after": "1"})
 
 
-async def timed(_: web.Request) -> web.Response:
+async def timed(_):
     """A whole answer that says when its first token was there, as vLLM does."""
     usage = {"prompt_tokens": 5, "completion_tokens": 3}
     metrics = {"time_to_first_token_ms": 0.25, "queue_time_ms": 1}
     return web.json_response({"choices": [{"text": "x"}], "usage": usage, "metrics": metrics})
 
 
-async def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(one_redis_server, redis):
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         for streams in (True, False):
@@ -39,7 +31,7 @@ async def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
             assert answer.status_code == 200
         found = await scrape(door)
 
-    def spent(stage: Stage) -> tuple[float, float]:
+    def spent(stage):
         labels = {"model": "m", "stage": stage}
         count = found("door_stage_seconds_count", **labels)
         return count, found("door_stage_seconds_sum", **labels)
@@ -55,9 +47,9 @@ async def test_the_time_of_a_request_is_split_into_what_it_was_spent_on(
 
 
 async def test_the_first_token_of_a_whole_answer_is_when_its_engine_says(
-    one_redis_server: EmbeddedRedis, redis: Redis, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings: dict[str, Any] = {"access_log": True}
+    one_redis_server, redis, capsys
+):
+    settings = {"access_log": True}
     async with completing(redis, "a", timed), replica(one_redis_server.url, **settings) as door:
         await until_serving(door, 1)
         lines(capsys)
@@ -72,8 +64,8 @@ async def test_the_first_token_of_a_whole_answer_is_when_its_engine_says(
 
 
 async def test_workers_are_told_apart_by_how_requests_ended_there_until_they_leave(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with (
         replica(one_redis_server.url) as door,
         completing(redis, "a", complete),
@@ -81,11 +73,11 @@ async def test_workers_are_told_apart_by_how_requests_ended_there_until_they_lea
     ):
         await until_serving(door, 2)
 
-        async def both_asked() -> Scraped:
+        async def both_asked():
             await door.post(PATH, json=ASKED | {"stream": True})
             return await scrape(door)
 
-        def is_full(found: Scraped) -> bool:
+        def is_full(found):
             return (
                 found("door_worker_requests_total", worker="b:0", outcome="full", cause="load") > 0
             )
@@ -103,7 +95,7 @@ async def test_workers_are_told_apart_by_how_requests_ended_there_until_they_lea
     assert left("door_worker_requests_total", worker="a:0", outcome="ok", cause="") == answered
 
 
-def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
+def test_a_metric_has_so_many_children_and_one_for_all_others():
     registry = CollectorRegistry()
     metric = Counter(Family("seen", "counter", "help", ("who", "what")))
     registry.register(metric)
@@ -111,7 +103,7 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
     for who in "abcda":
         children[who, "x"].inc()
 
-    def seen(who: str, what: str) -> float | None:
+    def seen(who, what):
         return registry.get_sample_value("seen_total", {"who": who, "what": what})
 
     assert [seen(who, "x") for who in "abcd"] == [2, 1, None, None]
@@ -123,8 +115,8 @@ def test_a_metric_has_so_many_children_and_one_for_all_others() -> None:
 
 
 async def test_the_cached_tokens_that_an_engine_reports_are_the_last_step_of_reuse(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         await door.post(PATH, json=ASKED)

@@ -1,19 +1,14 @@
 """Streams whose worker fails, and that another one goes on with."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door import asked, migration
 from app.door.asked import Api
@@ -23,7 +18,6 @@ from app.door.prompts import PromptIds
 from app.door.record import Usage
 from app.door.stream import usage_in
 from app.http.json_body import JsonBody
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker, worker_here
 from tests.door.test_answers import chat, counted, events
 from tests.door.test_failures import nothing_reserved, running_on
@@ -34,12 +28,12 @@ IDS = PromptIds(np.arange(5, dtype=np.uint32), 5, "client")
 FRAME = {"id": "chatcmpl-r", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 
 
-def event(delta: Mapping[str, Any], ids: list[int] | None, finish: str | None = None) -> bytes:
+def event(delta, ids, finish=None):
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "token_ids": ids}
     return b"data: " + orjson.dumps(FRAME | {"choices": [choice]}) + b"\n\n"
 
 
-def last(prompt: int, output: int, cached: int) -> bytes:
+def last(prompt, output, cached):
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
     usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
     return b"data: " + orjson.dumps(FRAME | {"choices": [], "usage": usage}) + b"\n\n"
@@ -51,11 +45,11 @@ DONE = b"data: [DONE]\n\n"
 STOP = event({}, [4], "stop")
 
 
-def migrating(*, drops_usage: bool = False) -> Migrating:
+def migrating(*, drops_usage=False):
     return Migrating(prompt_tokens=5, drops_usage=drops_usage)
 
 
-def said(passed: bytes) -> str:
+def said(passed):
     """The text of a chat."""
     return "".join(
         choice["delta"].get("content") or ""
@@ -64,7 +58,7 @@ def said(passed: bytes) -> str:
     )
 
 
-def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said_it() -> None:
+def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said_it():
     words = ["one", " two", ' "token_ids":[7]', " four"]
     first = BEGIN + b"".join(event({"content": word}, [n]) for n, word in enumerate(words))
     for end in range(len(first)):
@@ -88,7 +82,7 @@ def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said
         assert stream.is_finished
 
 
-def test_half_a_character_is_said_anew() -> None:
+def test_half_a_character_is_said_anew():
     stream = migrating()
     halves = event({"content": ""}, [4]) + event({"content": ""}, [5])
     passed = stream.passed(BEGIN + event({"content": "x"}, [3]) + halves)
@@ -105,9 +99,7 @@ def test_half_a_character_is_said_anew() -> None:
     assert usage_in(stream.tail) == Usage(5, 4, None)
 
 
-def test_an_event_too_long_to_be_held_is_passed_on_and_ends_what_could_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_event_too_long_to_be_held_is_passed_on_and_ends_what_could_go_on(monkeypatch):
     monkeypatch.setattr(migration, "_MAX_EVENT_BYTES", 100)
     stream = migrating()
     one = event({"content": "x" * 300}, [3])
@@ -119,7 +111,7 @@ def test_an_event_too_long_to_be_held_is_passed_on_and_ends_what_could_go_on(
     )
 
 
-def test_ids_are_kept_from_the_client() -> None:
+def test_ids_are_kept_from_the_client():
     shown = migrating().passed(BEGIN + event({"content": "x"}, [3]))
     assert b'"token_ids":null' in shown
     assert b'"prompt_token_ids":null' in shown
@@ -133,7 +125,7 @@ def test_ids_are_kept_from_the_client() -> None:
         event({"content": "all"}, [1], "stop"),
     ],
 )
-def test_what_no_other_worker_could_go_on_with(spoken: bytes) -> None:
+def test_what_no_other_worker_could_go_on_with(spoken):
     stream = migrating()
     stream.passed(BEGIN + event({"content": "x"}, [0]))
     assert stream.can_go_on
@@ -141,7 +133,7 @@ def test_what_no_other_worker_could_go_on_with(spoken: bytes) -> None:
     assert not stream.can_go_on
 
 
-def test_an_error_of_the_worker_is_kept_back_and_one_of_the_client_is_not() -> None:
+def test_an_error_of_the_worker_is_kept_back_and_one_of_the_client_is_not():
     one = event({"content": "x"}, [0])
     for code, is_broken in ((500, True), (400, False)):
         error = b"data: " + orjson.dumps({"error": {"message": "no", "code": code}}) + b"\n\n"
@@ -154,7 +146,7 @@ def test_an_error_of_the_worker_is_kept_back_and_one_of_the_client_is_not() -> N
 
 
 @pytest.mark.parametrize("drops_usage", [False, True])
-def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_usage: bool) -> None:
+def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_usage):
     stream = migrating(drops_usage=drops_usage)
     passed = stream.passed(event({"content": "x"}, [1, 2]) + event({}, [3], "stop"))
     passed += stream.ending()
@@ -186,7 +178,7 @@ def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_us
         ({"unheard_of": 1}, False),
     ],
 )
-def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more: dict[str, Any], can: bool) -> None:
+def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more, can):
     fields = {"model": "m", "messages": [], "stream": True} | more
     wanted = asked.read(Api.CHAT, fields)
     ours = replace(worker_info("a"), engine="kvroute sim")
@@ -195,7 +187,7 @@ def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more: dict[str, Any], c
         assert not can_migrate(wanted, fields, IDS, [ours, replace(ours, engine=engine)])
 
 
-def test_what_is_left_is_asked_for_by_all_the_tokens_so_far() -> None:
+def test_what_is_left_is_asked_for_by_all_the_tokens_so_far():
     raw = b'{"model":"m","messages":[],"stream":true,"max_completion_tokens":9,"min_tokens":4}'
     body = JsonBody.parse(raw)
     outgoing = Outgoing(body, asked.read(Api.CHAT, body.fields), IDS, "m", can_migrate=True)
@@ -208,13 +200,13 @@ def test_what_is_left_is_asked_for_by_all_the_tokens_so_far() -> None:
     assert not outgoing.goes_on([7] * 9)
 
 
-def prompt_of(number: int) -> list[int]:
+def prompt_of(number):
     return [number * 100 + n for n in range(40)]
 
 
 async def test_streams_whose_worker_is_killed_end_as_if_nothing_had_happened(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     url = one_redis_server.url
     # The one that is killed is so slow that none of its streams has ended by then.
     with worker(url, "a", speedup=0.1) as first:
@@ -224,8 +216,8 @@ async def test_streams_whose_worker_is_killed_end_as_if_nothing_had_happened(
         ):
             await until_serving(door, 2)
 
-            async def ask(number: int, seen: asyncio.Event) -> list[Any]:
-                more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+            async def ask(number, seen):
+                more = {"stream": True, "stream_options": {"include_usage": True}}
                 path, body = "/v1/chat/completions", chat(f"{number}", max_tokens=90, **more)
                 if number < 10:
                     path = "/v1/completions"
@@ -262,11 +254,11 @@ async def test_streams_whose_worker_is_killed_end_as_if_nothing_had_happened(
 
 
 async def test_an_answer_goes_on_at_one_other_worker_and_no_third_one_is_given_it(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    asked_for: list[dict[str, Any]] = []
+    one_redis_server, redis
+):
+    asked_for = []
 
-    async def dies(request: web.Request) -> web.Response:
+    async def dies(request):
         body = await request.json()
         asked_for.append(body)
         answer = web.StreamResponse()

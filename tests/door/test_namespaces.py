@@ -1,13 +1,8 @@
 """One replica and the models of several namespaces."""
 
-from __future__ import annotations
-
 import asyncio
 
-from redis.asyncio import Redis
-
 from app.core.keys import MODELS
-from app.local.redis_server import EmbeddedRedis
 from app.state.models import directory
 from tests.door.conftest import MODEL, models, replica, until_serving, worker_here
 from tests.door.test_answers import chat
@@ -17,9 +12,7 @@ from tests.fake_worker import NAMESPACE
 from tests.ops.conftest import kvroute
 
 
-async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(one_redis_server):
     url = one_redis_server.url
     async with (
         worker_here(url, "a"),
@@ -44,12 +37,10 @@ async def test_metrics_are_those_of_all_namespaces_that_the_door_serves(
     assert found("door_requests_total", model="other-model", outcome="ok", code="200") == 2
 
 
-async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(one_redis_server):
     url = one_redis_server.url
 
-    async def live() -> dict[str | None, float]:
+    async def live():
         family = (await scrape(door)).families["kvroute_workers"]
         return {sample.labels.get("namespace"): sample.value for sample in family.samples}
 
@@ -59,18 +50,16 @@ async def test_a_namespace_that_has_lost_its_workers_is_shown_with_none(
         await eventually(live, lambda seen: seen == {None: 1, "other": 0}, within_s=30.0)
 
 
-async def test_a_replica_is_ready_while_any_of_its_namespaces_has_a_worker(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_replica_is_ready_while_any_of_its_namespaces_has_a_worker(one_redis_server):
     url = one_redis_server.url
 
-    async def readiness() -> tuple[bool, list[str]]:
+    async def readiness():
         answer = await door.get("/readiness")
         said = answer.json()
         assert answer.status_code == (200 if said["ready"] else 503)
         return said["ready"], said["missing"]
 
-    def ready_but(*missing: str) -> tuple[bool, list[str]]:
+    def ready_but(*missing):
         return True, [f"workers: none is alive in namespace {name}" for name in missing]
 
     async with replica(url) as door:
@@ -85,8 +74,8 @@ async def test_a_replica_is_ready_while_any_of_its_namespaces_has_a_worker(
 
 
 async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_replica(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     url = one_redis_server.url
     async with worker_here(url, "first", namespace="other"):
         await eventually(lambda: directory(redis), lambda claims: claims == {MODEL: ("other",)})
@@ -102,9 +91,7 @@ async def test_a_name_that_two_namespaces_announce_is_the_first_ones_at_every_re
                 assert f"{MODEL} is namespace other's (second:0)" in shown.output
 
 
-async def test_names_of_namespaces_without_workers_cost_a_replica_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_names_of_namespaces_without_workers_cost_a_replica_nothing(one_redis_server, redis):
     url = one_redis_server.url
     await redis.hset(MODELS, mapping={f"model-{n}": f"ns-{n} 9999999999" for n in range(3000)})
     async with (
@@ -119,14 +106,14 @@ async def test_names_of_namespaces_without_workers_cost_a_replica_nothing(
         assert len(await redis.client_list()) < 60
 
 
-async def test_a_replica_that_is_ready_lists_its_models(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_replica_that_is_ready_lists_its_models(one_redis_server):
     url = one_redis_server.url
     async with worker_here(url, "a"):
         async with replica(url) as first:
             await until_serving(first, 1)
         async with replica(url) as door:
 
-            async def readiness() -> int:
+            async def readiness():
                 return (await door.get("/readiness")).status_code
 
             await eventually(readiness, lambda status: status == 200)

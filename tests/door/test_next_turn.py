@@ -1,14 +1,8 @@
 """The next turn of a chat may be faster than the events of the last one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.router import recent
 from tests.door.conftest import completing, replica, until_serving
 
@@ -21,19 +15,14 @@ TOKENS = 2048
     [(200, 600.0, "{0}/{1}; bound={0}"), (200, 0.0, "0/{1}"), (400, 600.0, "0/{1}")],
 )
 async def test_a_prompt_just_answered_is_held_by_its_worker_though_no_event_has_come(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    kept_s: float,
-    shown: str,
-) -> None:
+    one_redis_server, redis, monkeypatch, status, kept_s, shown
+):
     monkeypatch.setattr(recent, "KEPT_S", kept_s)
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 1}
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         await request.read()
-        answer: dict[str, Any] = {"choices": [{"text": "x"}], "usage": usage}
+        answer = {"choices": [{"text": "x"}], "usage": usage}
         return web.json_response(answer if status == 200 else {"error": {}}, status=status)
 
     async with (

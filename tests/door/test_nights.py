@@ -1,19 +1,12 @@
 """What is slow or wrong without failing is named within WITHIN_S, and only then."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
-from tests.door.sick_fleet import COMPLETIONS, SickFleet, asked, sick_fleet
+from tests.door.sick_fleet import COMPLETIONS, asked, sick_fleet
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 from tests.fakes.faults import Faults
@@ -27,7 +20,7 @@ NIGHTS = {
 """What befalls how many of three engines, what a third of clients ask for, and what is found."""
 
 
-async def findings(door: httpx.AsyncClient) -> dict[str, Any]:
+async def findings(door):
     """What a replica finds amiss in requests, and what it advises."""
     overview = (await door.get("/console/api/overview")).json()
     return {
@@ -37,16 +30,16 @@ async def findings(door: httpx.AsyncClient) -> dict[str, Any]:
     }
 
 
-async def listed(door: httpx.AsyncClient) -> set[str]:
+async def listed(door):
     """Ids of the workers."""
     return {each["worker_id"] for each in (await door.get("/v1/workers")).json()["workers"]}
 
 
 @asynccontextmanager
-async def asking(fleet: SickFleet, models: list[str]) -> AsyncIterator[None]:
+async def asking(fleet, models):
     """While as many clients ask as there are names of models in the list."""
 
-    async def client(number: int) -> None:
+    async def client(number):
         while True:
             number += len(models)
             body = asked(COMPLETIONS, stream=True) | {"model": models[number % len(models)]}
@@ -63,9 +56,7 @@ async def asking(fleet: SickFleet, models: list[str]) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("night", NIGHTS)
-async def test_what_is_amiss_is_named_in_time_and_only_then(
-    one_redis_server: EmbeddedRedis, redis: Redis, night: str
-) -> None:
+async def test_what_is_amiss_is_named_in_time_and_only_then(one_redis_server, redis, night):
     faults, number, model, name = NIGHTS[night]
     async with sick_fleet(redis, one_redis_server.url) as fleet:
         async with asking(fleet, ["m"] * 6):
@@ -79,9 +70,7 @@ async def test_what_is_amiss_is_named_in_time_and_only_then(
     assert not any("add workers" in remedy for remedy in found.values())
 
 
-async def test_a_worker_that_comes_and_goes_is_named(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_that_comes_and_goes_is_named(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, engines=1) as fleet:
         for _ in range(2):
             assert "KvrouteWorkersRestart" not in await findings(fleet.doors[0])

@@ -1,24 +1,19 @@
 """What clients and proxies may say of a request in headers, whatever that is."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.edge import ask
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 
 PATH = "/v1/completions"
 ASKED = {"model": "m", "prompt": [1, 2, 3]}
 
 
-async def complete(_: web.Request) -> web.Response:
+async def complete(_):
     return web.json_response({"choices": [{"text": "x"}]})
 
 
@@ -36,13 +31,8 @@ async def complete(_: web.Request) -> web.Response:
     ],
 )
 async def test_a_header_that_does_not_fit_is_told_once_and_refuses_nobody(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-) -> None:
+    one_redis_server, redis, caplog, monkeypatch, name, value
+):
     monkeypatch.setattr(ask, "_seen_unfit", set())
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
@@ -54,9 +44,7 @@ async def test_a_header_that_does_not_fit_is_told_once_and_refuses_nobody(
     assert sum(name in record.getMessage() for record in caplog.records) <= 1
 
 
-async def test_a_session_in_the_body_that_is_no_name_refuses_nobody(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_session_in_the_body_that_is_no_name_refuses_nobody(one_redis_server, redis):
     async with completing(redis, "a", complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         for session in ("one two", "x" * 500, 7, {"a": 1}, ""):
@@ -64,13 +52,11 @@ async def test_a_session_in_the_body_that_is_no_name_refuses_nobody(
             assert answer.status_code == 200, answer.text
 
 
-async def test_engines_tell_requests_apart_to_which_a_client_gave_one_id(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    seen: list[str] = []
+async def test_engines_tell_requests_apart_to_which_a_client_gave_one_id(one_redis_server, redis):
+    seen = []
     all_there = asyncio.Event()
 
-    async def wait(request: web.Request) -> web.Response:
+    async def wait(request):
         seen.append(request.headers["x-request-id"])
         if len(seen) == 4:
             all_there.set()
@@ -80,7 +66,7 @@ async def test_engines_tell_requests_apart_to_which_a_client_gave_one_id(
     async with completing(redis, "a", wait), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
 
-        async def ask_it() -> httpx.Response:
+        async def ask_it():
             return await door.post(PATH, json=ASKED, headers={"x-request-id": "same"})
 
         answers = await asyncio.gather(*(ask_it() for _ in range(4)))

@@ -1,7 +1,5 @@
 """How a stream begins, in each dialect, whatever its pieces."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.door.opening import MAX_BYTES, MAX_EVENTS, Opening
@@ -45,7 +43,7 @@ ERRORS = [
 ]
 
 
-def opened(*pieces: bytes) -> Opening:
+def opened(*pieces):
     opening = Opening()
     for piece in pieces:
         assert not opening.is_over
@@ -54,12 +52,12 @@ def opened(*pieces: bytes) -> Opening:
 
 
 @pytest.mark.parametrize("event", PREAMBLES)
-def test_a_preamble_is_held_back(event: bytes) -> None:
+def test_a_preamble_is_held_back(event):
     assert not opened(event).is_over
 
 
 @pytest.mark.parametrize("event", CONTENTS)
-def test_a_stream_that_says_something_is_passed_on(event: bytes) -> None:
+def test_a_stream_that_says_something_is_passed_on(event):
     opening = opened(*PREAMBLES, event)
     assert opening.is_over
     assert not opening.error
@@ -68,13 +66,13 @@ def test_a_stream_that_says_something_is_passed_on(event: bytes) -> None:
 
 
 @pytest.mark.parametrize("event", ERRORS)
-def test_an_error_before_anything_is_seen(event: bytes) -> None:
+def test_an_error_before_anything_is_seen(event):
     assert opened(event).error == event
     assert opened(*PREAMBLES, event).error == event
 
 
 @pytest.mark.parametrize("event", [*CONTENTS, *ERRORS])
-def test_pieces_may_end_anywhere(event: bytes) -> None:
+def test_pieces_may_end_anywhere(event):
     opening = Opening()
     for byte in ROLE + event:
         opening.take(bytes([byte]))
@@ -82,22 +80,22 @@ def test_pieces_may_end_anywhere(event: bytes) -> None:
     assert bool(opening.error) is (event in ERRORS)
 
 
-def test_what_follows_content_is_not_of_the_opening() -> None:
+def test_what_follows_content_is_not_of_the_opening():
     assert opened(CHUNK + ERRORS[0]).error == b""
 
 
 @pytest.mark.parametrize("said", [b"", ROLE, b"data: [DONE]\n\n", b": hm\n\n"])
-def test_a_stream_that_ends_without_a_word_is_empty(said: bytes) -> None:
+def test_a_stream_that_ends_without_a_word_is_empty(said):
     opening = opened(said, b"") if said else opened(b"")
     assert opening.is_over
     assert opening.is_empty
 
 
-def test_an_error_that_the_end_cuts_is_one() -> None:
+def test_an_error_that_the_end_cuts_is_one():
     assert opened(ERRORS[0].rstrip(), b"").error
 
 
-def test_no_more_is_held_back_than_is_said_here() -> None:
+def test_no_more_is_held_back_than_is_said_here():
     assert opened(*[ROLE] * MAX_EVENTS).is_over is False
     assert opened(*[ROLE] * (MAX_EVENTS + 1)).is_over
     assert opened(b": " + b"x" * MAX_BYTES).is_over
@@ -113,7 +111,7 @@ def test_no_more_is_held_back_than_is_said_here() -> None:
         b"\x1f\x8b\x08\x00\x00\x00",
     ],
 )
-def test_what_is_no_stream_is_known_by_its_first_bytes(text: bytes) -> None:
+def test_what_is_no_stream_is_known_by_its_first_bytes(text):
     assert opened(text).is_foreign
     opening = Opening()
     for byte in text:
@@ -122,7 +120,7 @@ def test_what_is_no_stream_is_known_by_its_first_bytes(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", [b"\n\n", b"id: 1\n", b"retry:5\n\n", b":\n\n"])
-def test_a_stream_may_begin_with_any_line_of_one(line: bytes) -> None:
+def test_a_stream_may_begin_with_any_line_of_one(line):
     opening = opened(line + CHUNK)
     assert opening.is_over
     assert not opening.is_foreign

@@ -1,26 +1,21 @@
 """How requests end is told apart, in metrics, the access log and the last errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import httpx
 import pytest
 from click.testing import CliRunner
-from redis.asyncio import Redis
 
 from app.core.keys import DATA_VERSION
 from app.core.outcomes import KINDS, Kind, kind_of, of_refusal, told_apart
-from app.local.redis_server import EmbeddedRedis
 from app.ops.inspect import inspect
 from app.state import last_errors
 from app.state.last_errors import Error
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.door.test_access_log import lines
-from tests.edge.test_metrics import Scraped, scrape
+from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
 from tests.fakes.faults import HANG_S, Faults
@@ -48,12 +43,12 @@ SAYS_OOM = json.dumps({"error": {"message": OOM, "code": 500}})
         ("whatever_comes_next", Kind.REFUSED),
     ],
 )
-def test_each_outcome_is_of_a_kind(outcome: str, kind: Kind) -> None:
+def test_each_outcome_is_of_a_kind(outcome, kind):
     assert kind_of(outcome) is kind
     assert kind in KINDS
 
 
-def test_an_ending_is_told_apart_by_how_far_the_answer_was() -> None:
+def test_an_ending_is_told_apart_by_how_far_the_answer_was():
     assert told_apart("client_gone", has_begun=True, has_token=False) == "left_before_token"
     assert told_apart("client_gone", has_begun=True, has_token=True) == "left_after_token"
     assert told_apart("worker_failed", has_begun=True, has_token=True) == "cut"
@@ -96,15 +91,10 @@ def test_an_ending_is_told_apart_by_how_far_the_answer_was() -> None:
     ],
 )
 async def test_what_a_request_fails_of_is_told_everywhere(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    capsys: pytest.CaptureFixture[str],
-    faults: Faults,
-    streams: bool,
-    ending: tuple[str, int, str, str],
-) -> None:
+    one_redis_server, redis, capsys, faults, streams, ending
+):
     outcome, status, words, cause = ending
-    settings: dict[str, Any] = {"access_log": True, "migrate": False}
+    settings = {"access_log": True, "migrate": False}
     async with (
         sick_worker(redis, "e") as engine,
         replica(one_redis_server.url, **settings) as door,
@@ -113,7 +103,7 @@ async def test_what_a_request_fails_of_is_told_everywhere(
         engine.faults = faults
         await door.post(PATH, json=BODY | {"stream": streams})
 
-        async def logged() -> list[dict[str, Any]]:
+        async def logged():
             return lines(capsys)
 
         line = (await eventually(logged))[-1]
@@ -137,24 +127,22 @@ async def test_what_a_request_fails_of_is_told_everywhere(
     ],
 )
 async def test_clients_that_leave_before_a_token_are_told_from_those_that_leave_later(
-    one_redis_server: EmbeddedRedis, redis: Redis, faults: Faults, outcome: str
-) -> None:
+    one_redis_server, redis, faults, outcome
+):
     async with sick_worker(redis, "e") as engine, replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         engine.faults = faults
         with pytest.raises(httpx.ReadTimeout):
             await door.post(PATH, json=BODY | {"stream": True}, timeout=3.0)
 
-        def is_counted(found: Scraped) -> bool:
+        def is_counted(found):
             by_worker = found("door_worker_requests_total", worker="e:0", outcome=outcome, cause="")
             return by_worker == 1
 
         await eventually(lambda: scrape(door), is_counted)
 
 
-async def test_errors_are_told_seldom_and_added_up(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_errors_are_told_seldom_and_added_up(one_redis_server, redis):
     async with sick_worker(redis, "e") as engine, replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         engine.faults = Faults(status=500, body=SAYS_OOM)
@@ -163,7 +151,7 @@ async def test_errors_are_told_seldom_and_added_up(
         assert await eventually(lambda: redis.xlen(KEYS["errors"]), bool) <= 2
 
 
-async def test_errors_are_shown_together(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+async def test_errors_are_shown_together(one_redis_server, redis):
     oom = Error("m", "e:0", "status_500", OOM, "r1")
     unknown = Error("", "", "model_not_found", "The model 'x' does not exist.", "r3")
     runner = ScriptRunner(redis, 5.0)
@@ -184,9 +172,7 @@ async def test_errors_are_shown_together(one_redis_server: EmbeddedRedis, redis:
     assert [one["requests"] for one in json.loads(as_json.output)] == [2, 7]
 
 
-async def test_an_answer_at_a_second_try_counts_as_the_workers(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_an_answer_at_a_second_try_counts_as_the_workers(one_redis_server, redis):
     async with sick_worker(redis, "e") as engine, replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         engine.faults = Faults(status=500, body=SAYS_OOM, times=1)

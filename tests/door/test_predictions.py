@@ -1,16 +1,12 @@
 """What the door predicts to be cached is what an engine then has cached."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, token_bytes
 from app.core.types import Tier
-from app.local.redis_server import EmbeddedRedis
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL
 from app.simulation.steps import SimRequest
@@ -27,12 +23,12 @@ PROMPT = list(range(1, 21))
     ("reuse_blocks", "recomputed_blocks"), [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (1, 2)]
 )
 async def test_an_engine_has_cached_what_was_predicted(
-    one_redis_server: EmbeddedRedis, redis: Redis, reuse_blocks: int, recomputed_blocks: int
-) -> None:
+    one_redis_server, redis, reuse_blocks, recomputed_blocks
+):
     engine = SimEngine(USUAL, block_size=BLOCK_SIZE, now=lambda: 0.0)
     numbers = itertools.count()
 
-    def cached(prompt: list[int]) -> int:
+    def cached(prompt):
         """Of the simulated engine, as one that reuses less than it finds."""
         request = SimRequest.from_tokens(
             f"r{next(numbers)}", token_bytes(prompt), 1, block_size=BLOCK_SIZE
@@ -44,7 +40,7 @@ async def test_an_engine_has_cached_what_was_predicted(
         kept = max(0, found // BLOCK_SIZE - recomputed_blocks)
         return kept // reuse_blocks * reuse_blocks * BLOCK_SIZE
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request):
         prompt = (await request.json())["prompt"]
         usage = {
             "prompt_tokens": len(prompt),

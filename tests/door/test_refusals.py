@@ -1,16 +1,10 @@
 """What clients are told when they or engines say what cannot be."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import (
     MODEL,
     completing,
@@ -25,13 +19,13 @@ from tests.eventually import eventually
 USER = {"role": "user", "content": "hello"}
 
 
-async def refused(door: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> Any:
+async def refused(door, path, fields):
     answer = await door.post(path, json={"model": MODEL} | fields)
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
 
 
-async def test_errors_of_engines_have_the_form_of_the_path(door: httpx.AsyncClient) -> None:
+async def test_errors_of_engines_have_the_form_of_the_path(door):
     error = await refused(door, "/v1/chat/completions", {"messages": [USER], "logprobs": True})
     assert error == {
         "message": "logprobs: is not supported by this engine, got True",
@@ -43,9 +37,7 @@ async def test_errors_of_engines_have_the_form_of_the_path(door: httpx.AsyncClie
     assert (error["param"], error["type"]) == ("prompt", "invalid_request_error")
 
 
-async def test_an_error_of_a_message_has_the_form_of_messages(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_an_error_of_a_message_has_the_form_of_messages(one_redis_server, redis):
     async with sick_worker(redis, "a"), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
         assert (await refused(door, "/v1/messages", {"model": "m", "messages": [USER]})) == {
@@ -54,7 +46,7 @@ async def test_an_error_of_a_message_has_the_form_of_messages(
         }
 
 
-async def test_errors_about_prompts_name_where_they_are(door: httpx.AsyncClient) -> None:
+async def test_errors_about_prompts_name_where_they_are(door):
     fields = {"prompt": [1] * 500_000}
     error = await refused(door, "/v1/completions", fields)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
@@ -62,12 +54,12 @@ async def test_errors_about_prompts_name_where_they_are(door: httpx.AsyncClient)
 
 
 async def test_an_engine_need_not_end_a_long_refusal_that_another_has_bettered(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     has_ended = asyncio.Event()
     num_asked = 0
 
-    async def first_refuses(request: web.Request) -> web.StreamResponse:
+    async def first_refuses(request):
         nonlocal num_asked
         num_asked += 1
         if num_asked > 1:
@@ -92,9 +84,7 @@ async def test_an_engine_need_not_end_a_long_refusal_that_another_has_bettered(
             await has_ended.wait()
 
 
-async def test_a_path_that_the_engine_lacks_is_named_with_the_engine(
-    door: httpx.AsyncClient,
-) -> None:
+async def test_a_path_that_the_engine_lacks_is_named_with_the_engine(door):
     for path in ("/v1/rerank", "/rerank", "/v1/score"):
         error = await refused(door, path, {"query": "x", "documents": ["y"]})
         assert error["code"] == "path_not_supported"
@@ -102,9 +92,7 @@ async def test_a_path_that_the_engine_lacks_is_named_with_the_engine(
         assert "kvroute-sim" in error["message"]
 
 
-async def test_without_a_model_the_only_one_is_meant(
-    door: httpx.AsyncClient, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_without_a_model_the_only_one_is_meant(door, one_redis_server):
     body = chat("x")
     del body["model"]
     assert (await door.post("/v1/chat/completions", json=body)).json()["model"] == MODEL
@@ -113,7 +101,7 @@ async def test_without_a_model_the_only_one_is_meant(
     async with worker_here(one_redis_server.url, "c", model_name="other"):
         await until_serving(door, 3)
 
-        async def answer() -> httpx.Response:
+        async def answer():
             return await door.post("/v1/chat/completions", json=body)
 
         answered = await eventually(answer, lambda answer: answer.status_code != 200)
@@ -128,24 +116,22 @@ async def test_without_a_model_the_only_one_is_meant(
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/rerank"]
 )
-async def test_where_posts_are_meant_a_get_is_told_so(door: httpx.AsyncClient, path: str) -> None:
+async def test_where_posts_are_meant_a_get_is_told_so(door, path):
     answer = await door.get(path)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
-async def test_a_response_is_nowhere_stored(door: httpx.AsyncClient) -> None:
+async def test_a_response_is_nowhere_stored(door):
     answer = await door.get("/v1/responses/resp_1")
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"])
-async def test_documents_are_ranked_by_an_engine_that_can(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str
-) -> None:
-    bodies: list[Any] = []
+async def test_documents_are_ranked_by_an_engine_that_can(one_redis_server, redis, path):
+    bodies = []
 
-    async def rank(request: web.Request) -> web.Response:
+    async def rank(request):
         bodies.append(await request.json())
         usage = {"prompt_tokens": 5, "total_tokens": 5}
         return web.json_response({"results": [{"index": 0, "relevance_score": 1}], "usage": usage})

@@ -1,41 +1,35 @@
 """One name of a model, served by the workers of several namespaces."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.settings.kinds import parse_sharing
-from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace
 from app.state import leases, models
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import changing_replica, completing, replica
 from tests.door.conftest import models as models_of
 from tests.eventually import eventually
-from tests.fake_worker import FakeWorker
 
 Door = httpx.AsyncClient
 
 
 @asynccontextmanager
-async def fleet(redis: Redis, *namespaces: str) -> AsyncIterator[dict[str, FakeWorker]]:
+async def fleet(redis, *namespaces):
     """A worker of model `m` in each; its engine says which namespace it is of. They claim the name
     in that order."""
     async with AsyncExitStack() as stack:
         workers = {}
         for name in namespaces:
 
-            async def complete(_: web.Request, name: str = name) -> web.Response:
+            async def complete(_, name=name):
                 return web.json_response({"choices": [{"text": name}], "tokens": [], "from": name})
 
             engine = completing(
@@ -46,24 +40,23 @@ async def fleet(redis: Redis, *namespaces: str) -> AsyncIterator[dict[str, FakeW
         yield workers
 
 
-async def asked(door: Door, session: str = "", model: str = "m") -> str:
+async def asked(door, session="", model="m"):
     """The namespace whose worker answers."""
     body = {"model": model, "prompt": [1, 2]}
     headers = {"x-session-id": session} if session else {}
     answer = await door.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+    return answer.json()["choices"][0]["text"]
 
 
-async def counts(door: Door, number: int = 40) -> Counter[str]:
+async def counts(door, number=40):
     return Counter(await asyncio.gather(*(asked(door) for _ in range(number))))
 
 
-async def all_from(door: Door, namespace: str) -> None:
+async def all_from(door, namespace):
     """Returns once that one answers."""
 
-    async def answers() -> set[tuple[int, bool]]:
+    async def answers():
         body = {"model": "m", "prompt": [1, 2]}
         posts = [door.post("/v1/completions", json=body) for _ in range(20)]
         return {(one.status_code, namespace in one.text) for one in await asyncio.gather(*posts)}
@@ -71,19 +64,19 @@ async def all_from(door: Door, namespace: str) -> None:
     await eventually(answers, lambda found: found == {(200, True)})
 
 
-async def until_both(door: Door, *namespaces: str) -> None:
+async def until_both(door, *namespaces):
     await eventually(lambda: models_of(door), bool)
     await eventually(lambda: counts(door), lambda found: found.keys() == {*namespaces})
 
 
-async def missing(door: Door) -> list[str]:
-    said: list[str] = (await door.get("/readiness")).json()["missing"]
+async def missing(door):
+    said = (await door.get("/readiness")).json()["missing"]
     return [remark for remark in said if not remark.startswith(("workers: ", "tokenizer"))]
 
 
 async def test_requests_are_spread_by_weights_that_change_while_a_router_runs(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     url = one_redis_server.url
     async with (
         fleet(redis, "old", "new"),
@@ -101,9 +94,7 @@ async def test_requests_are_spread_by_weights_that_change_while_a_router_runs(
             assert (await door.post(path, json=body)).json()["from"] == "old"
 
 
-async def test_a_replica_that_has_just_started_knows_its_models(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_replica_that_has_just_started_knows_its_models(one_redis_server, redis):
     async with fleet(redis, "old", "new"):
         for _ in range(3):
             async with replica(one_redis_server.url) as door:
@@ -112,9 +103,7 @@ async def test_a_replica_that_has_just_started_knows_its_models(
             assert await models_of(door) == ["m", "sql"]
 
 
-async def test_a_session_stays_where_it_began(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_session_stays_where_it_began(one_redis_server, redis):
     url, names = one_redis_server.url, [f"s{n}" for n in range(10)]
     async with fleet(redis, "old", "new") as workers:
         weights = {"namespace_weights": "old=1,new=0"}
@@ -133,23 +122,21 @@ async def test_a_session_stays_where_it_began(
             assert {await asked(other, name) for name in names} == {"new"}
 
 
-def leaves(
-    workers: dict[str, FakeWorker], redis: Redis
-) -> dict[str, Callable[[], Awaitable[object]]]:
+def leaves(workers, redis):
     """How the last worker of `old` may go."""
     old = workers["old"]
     keys = Keyspace("old")
 
-    async def lapses() -> None:
+    async def lapses():
         old.info = replace(old.info, address="http://127.0.0.1:1")  # else it is only its agent
         await old.register()
         await old.activate()
         await redis.zadd(keys["leases"], {str(old.incarnation): 1})
 
-    async def is_reset() -> None:
-        await delete_namespace(redis, keys)  # type: ignore[arg-type]
+    async def is_reset():
+        await delete_namespace(redis, keys)
 
-    async def drains() -> None:
+    async def drains():
         await ScriptRunner(redis, 5.0).one(leases.drain(keys, old.info.key))
 
     return {"ends": old.retire, "lapses": lapses, "is reset": is_reset, "drains": drains}
@@ -158,8 +145,8 @@ def leaves(
 @pytest.mark.parametrize("how", ["ends", "lapses", "is reset", "drains"])
 @pytest.mark.parametrize("weights", ["old=1,new=1", pytest.param("", marks=pytest.mark.slow)])
 async def test_a_name_goes_to_others_as_soon_as_its_last_worker_does(
-    one_redis_server: EmbeddedRedis, redis: Redis, how: str, weights: str
-) -> None:
+    one_redis_server, redis, how, weights
+):
     url = one_redis_server.url
     async with (
         fleet(redis, "old", "new") as workers,
@@ -176,14 +163,12 @@ async def test_a_name_goes_to_others_as_soon_as_its_last_worker_does(
         await all_from(door, "new")
 
 
-async def _never_fails(door: Door) -> None:
+async def _never_fails(door):
     while True:
         await asked(door)
 
 
-async def test_a_request_that_one_namespace_cannot_answer_goes_to_another(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_request_that_one_namespace_cannot_answer_goes_to_another(one_redis_server, redis):
     """Its only engine is dead, and nobody knows yet; or its worker is full, or takes less."""
     url = one_redis_server.url
     async with (
@@ -193,7 +178,7 @@ async def test_a_request_that_one_namespace_cannot_answer_goes_to_another(
         await until_both(door, "old", "new")
         for about in ({"address": "http://127.0.0.1:1"}, {"max_model_len": 1}, {"max_requests": 0}):
             worker = workers["new"]
-            worker.info = replace(worker.info, **about)  # type: ignore[arg-type]
+            worker.info = replace(worker.info, **about)
             await worker.register()
             await worker.activate()
             for path in ("/v1/completions", "/tokenize"):
@@ -203,9 +188,7 @@ async def test_a_request_that_one_namespace_cannot_answer_goes_to_another(
                     assert answer.status_code == 200, (about, answer.text)
 
 
-async def test_who_is_not_named_gets_none_of_a_names_requests(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_who_is_not_named_gets_none_of_a_names_requests(one_redis_server, redis):
     url = one_redis_server.url
     async with (
         fleet(redis, "old", "new", "thief") as workers,
@@ -227,14 +210,12 @@ async def test_who_is_not_named_gets_none_of_a_names_requests(
         await all_from(door, "old")
 
 
-async def test_what_weights_and_aliases_name_in_vain_is_told(
-    one_redis_server: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_weights_and_aliases_name_in_vain_is_told(one_redis_server, redis, caplog):
     url = one_redis_server.url
     settings = {"namespace_weights": "old=0,new=1", "model_alias": "a=m,b=nothing"}
     async with fleet(redis, "old"), changing_replica(url, **settings) as (door, change):
 
-        async def ready() -> tuple[int, list[str]]:
+        async def ready():
             return (await door.get("/readiness")).status_code, await missing(door)
 
         in_vain = [
@@ -258,16 +239,14 @@ async def test_what_weights_and_aliases_name_in_vain_is_told(
         await eventually(ready, lambda found: found == (200, []))
 
 
-async def test_a_namespace_of_another_release_has_no_names(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_namespace_of_another_release_has_no_names(one_redis_server, redis):
     url, weights = one_redis_server.url, {"namespace_weights": "old=1,new=0"}
     async with fleet(redis, "old", "new"), changing_replica(url, **weights) as (door, change):
         await all_from(door, "old")
         await redis.hset(Keyspace("old")["meta"], "version", DATA_VERSION + 1)
         await redis.hset(Keyspace("old")["meta"], "workers_ms", 1)
 
-        async def error() -> str:
+        async def error():
             answer = await door.post("/v1/completions", json={"model": "m", "prompt": "hi"})
             return answer.text
 
@@ -292,11 +271,11 @@ async def test_a_namespace_of_another_release_has_no_names(
         ("a=1,b=1; old=0,new=0", "'old=0,new=0': one weight at least must be more than 0"),
     ],
 )
-def test_weights_that_cannot_be_meant_are_named(text: str, error: str) -> None:
+def test_weights_that_cannot_be_meant_are_named(text, error):
     with pytest.raises(ValueError, match=error):
         parse_sharing(text)
 
 
-def test_weights_may_stand_on_lines_of_their_own() -> None:
+def test_weights_may_stand_on_lines_of_their_own():
     groups = ({"old": 9.0, "new": 1.0}, {"a": 0.5})
     assert parse_sharing("old=9, new=1;\n a = 0.5,\n;") == groups

@@ -1,22 +1,16 @@
 """Workers that refuse, break off or say errors while others are well: clients notice nothing of it,
 and the sick get no more than a few tries until they are well again."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from contextlib import AsyncExitStack
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import NoWorkers
-from app.core.worker_report import WorkerInfo
 from app.door.after_failure import TRIES
 from app.door.lifecycle import Lifecycle
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.policy.cost import POLICIES
 from tests.door.conftest import replica, until_serving
 from tests.door.sick_fleet import (
@@ -25,7 +19,6 @@ from tests.door.sick_fleet import (
     MESSAGES,
     STREAMED,
     TOKENIZE,
-    SickFleet,
     asked,
     few_quick,
     leased,
@@ -55,7 +48,7 @@ REFUSALS = {
 """Of whole answers: how many fall ill with what."""
 
 
-async def failed_tries(door: httpx.AsyncClient, worker: str) -> float:
+async def failed_tries(door, worker):
     """Requests that were taken from that worker, whatever the cause."""
     lines = (await door.get("/metrics")).text.splitlines()
     ends = f'outcome="failed",worker="{worker}"}}'
@@ -63,16 +56,16 @@ async def failed_tries(door: httpx.AsyncClient, worker: str) -> float:
     return sum(float(value) for name, _, value in told if name.endswith(ends))
 
 
-async def back_to_even(fleet: SickFleet, number: int, **more: Any) -> None:
+async def back_to_even(fleet, number, **more):
     """The fault has ended."""
 
-    async def shares() -> list[float]:
+    async def shares():
         return await fleet.shares(**more)
 
     await eventually(shares, lambda found: min(found[:number]) >= 0.5, within_s=60.0)
 
 
-async def well_though_some_are_sick(fleet: SickFleet, number: int, faults: Faults) -> None:
+async def well_though_some_are_sick(fleet, number, faults):
     """Nothing fails, the sick are tried seldom, and are back soon after they are well."""
     fleet.fall_ill(faults, number)
     assert statuses(await fleet.ask_many(ALL)) == {200: ALL}
@@ -83,8 +76,8 @@ async def well_though_some_are_sick(fleet: SickFleet, number: int, faults: Fault
 
 @pytest.mark.parametrize("name", few_quick(REFUSALS, "401", "500 of two"))
 async def test_workers_that_refuse_at_once_cost_no_request_and_draw_none(
-    one_redis_server: EmbeddedRedis, redis: Redis, name: str
-) -> None:
+    one_redis_server, redis, name
+):
     async with sick_fleet(redis, one_redis_server.url, 6) as fleet:
         await well_though_some_are_sick(fleet, *REFUSALS[name])
         await nothing_reserved(redis)
@@ -92,17 +85,15 @@ async def test_workers_that_refuse_at_once_cost_no_request_and_draw_none(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["401", "500 of two", "503 for a time"])
-async def test_replicas_know_what_the_others_were_refused(
-    one_redis_server: EmbeddedRedis, redis: Redis, name: str
-) -> None:
+async def test_replicas_know_what_the_others_were_refused(one_redis_server, redis, name):
     async with sick_fleet(redis, one_redis_server.url, 6, replicas=3) as fleet:
         await well_though_some_are_sick(fleet, *REFUSALS[name])
 
 
 @pytest.mark.parametrize("policy", few_quick(POLICIES, "round_robin"))
 async def test_a_worker_that_refuses_at_once_looks_cheap_to_no_policy(
-    one_redis_server: EmbeddedRedis, redis: Redis, policy: str
-) -> None:
+    one_redis_server, redis, policy
+):
     async with sick_fleet(redis, one_redis_server.url, 3, policy=policy) as fleet:
         fleet.fall_ill(Faults(status=500))
         assert statuses(await fleet.ask_many(60, at_once=6)) == {200: 60}
@@ -114,8 +105,8 @@ async def test_a_worker_that_refuses_at_once_looks_cheap_to_no_policy(
 )
 @pytest.mark.parametrize("path", STREAMED)
 async def test_a_stream_that_fails_before_it_says_anything_is_another_workers(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, how: Any
-) -> None:
+    one_redis_server, redis, path, how
+):
     async with sick_fleet(redis, one_redis_server.url, 3, path=path) as fleet:
         fleet.fall_ill(Faults(how=how))
         answers = await fleet.ask_many(30, at_once=6, stream=True)
@@ -127,8 +118,8 @@ async def test_a_stream_that_fails_before_it_says_anything_is_another_workers(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("foreign", few_quick(FOREIGN, "a page", "half"))
 async def test_what_is_no_answer_of_the_api_is_asked_of_another_worker(
-    one_redis_server: EmbeddedRedis, redis: Redis, foreign: str, stream: bool
-) -> None:
+    one_redis_server, redis, foreign, stream
+):
     async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
         fleet.fall_ill(FOREIGN[foreign])
         for path in STREAMED if stream else (*STREAMED, EMBEDDINGS):
@@ -149,8 +140,8 @@ async def test_what_is_no_answer_of_the_api_is_asked_of_another_worker(
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("how", few_quick(("error within", "unfinished", "reset within"), ""))
 async def test_a_stream_that_fails_behind_its_first_token_counts_as_a_failure(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, how: Any
-) -> None:
+    one_redis_server, redis, path, how
+):
     async with sick_fleet(redis, one_redis_server.url, 2, path=path) as fleet:
         fleet.fall_ill(Faults(how=how))
         [door] = fleet.doors
@@ -165,9 +156,7 @@ async def test_a_stream_that_fails_behind_its_first_token_counts_as_a_failure(
         assert sick["cause"] in ("error_event", "cut", "broken")
 
 
-async def test_a_request_that_no_worker_bears_is_held_against_none(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_request_that_no_worker_bears_is_held_against_none(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 6) as fleet:
         fleet.fall_ill(Faults(status=500, only="poison"), 6)
         poison, *well = await asyncio.gather(
@@ -181,9 +170,7 @@ async def test_a_request_that_no_worker_bears_is_held_against_none(
         assert [worker["failures"] for worker in shown["workers"]] == [0] * 6
 
 
-async def test_where_all_are_sick_half_of_them_are_still_asked(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_where_all_are_sick_half_of_them_are_still_asked(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 4) as fleet:
         fleet.fall_ill(Faults(how="reset first"), 4)
         assert statuses(await fleet.ask_many(40, at_once=8)) == {502: 40}
@@ -194,17 +181,15 @@ async def test_where_all_are_sick_half_of_them_are_still_asked(
 
 
 async def test_the_only_worker_is_asked_as_ever_though_it_fails_now_and_then(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
         fleet.fall_ill(Faults(status=500, only="poison"))
         assert statuses([await fleet.ask(user="poison") for _ in range(3)]) == {500: 3}
         assert statuses(await fleet.ask_many(24)) == {200: 24}
 
 
-async def test_the_only_worker_that_is_left_gets_a_second_try(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_the_only_worker_that_is_left_gets_a_second_try(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
         fleet.fall_ill(Faults(how="reset first"))
         assert statuses(await fleet.ask_many(12, at_once=4)) == {200: 12}
@@ -227,8 +212,8 @@ async def test_the_only_worker_that_is_left_gets_a_second_try(
 
 @pytest.mark.parametrize(("times", "status"), [(1, 200), (2, 500)])
 async def test_a_second_try_leaves_nothing_of_its_request_to_the_garbage_collector(
-    one_redis_server: EmbeddedRedis, redis: Redis, times: int, status: int
-) -> None:
+    one_redis_server, redis, times, status
+):
     async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
         fleet.engines[0].faults = Faults(status=500, times=times)
         gc.collect()
@@ -241,14 +226,12 @@ async def test_a_second_try_leaves_nothing_of_its_request_to_the_garbage_collect
         assert fleet.came() == [2]
 
 
-async def test_a_second_try_is_the_last_however_it_ends(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_second_try_is_the_last_however_it_ends(one_redis_server, redis, monkeypatch):
     async with sick_fleet(redis, one_redis_server.url, 1) as fleet:
         fleet.engines[0].faults = Faults(status=500)
         asks_again = Lifecycle.asks_again
 
-        def asks_another_engine_again(life: Lifecycle, worker: WorkerInfo) -> None:
+        def asks_another_engine_again(life, worker):
             fleet.engines[0].faults = Faults(how="reset first")
             asks_again(life, worker)
 
@@ -258,8 +241,8 @@ async def test_a_second_try_is_the_last_however_it_ends(
 
 
 async def test_a_worker_that_breaks_off_takes_no_second_try_from_the_one_that_is_left(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
         fleet.fall_ill(Faults(how="reset first"))
         fleet.engines[1].faults = Faults(status=500, times=1)
@@ -267,9 +250,7 @@ async def test_a_worker_that_breaks_off_takes_no_second_try_from_the_one_that_is
         assert fleet.came() == [1, 2]
 
 
-async def test_engines_that_take_no_key_of_ours_are_no_matter_of_clients(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_engines_that_take_no_key_of_ours_are_no_matter_of_clients(one_redis_server, redis):
     for status in (401, 403, 404):
         async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
             fleet.fall_ill(Faults(status=status), 2)
@@ -279,8 +260,8 @@ async def test_engines_that_take_no_key_of_ours_are_no_matter_of_clients(
 
 @pytest.mark.parametrize(("status", "code"), [(400, 400), (413, 413), (422, 400), (501, 501)])
 async def test_what_a_request_is_refused_for_is_told_to_its_client_at_once(
-    one_redis_server: EmbeddedRedis, redis: Redis, status: int, code: int
-) -> None:
+    one_redis_server, redis, status, code
+):
     async with sick_fleet(redis, one_redis_server.url, 2) as fleet:
         fleet.fall_ill(Faults(status=status), 2)
         assert (await fleet.ask()).status_code == code
@@ -289,9 +270,7 @@ async def test_what_a_request_is_refused_for_is_told_to_its_client_at_once(
         assert [worker["cause"] for worker in shown["workers"]] == [None, None]
 
 
-async def test_a_worker_that_lacks_an_adapter_is_left_alone_for_that_alone(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_worker_that_lacks_an_adapter_is_left_alone_for_that_alone(one_redis_server, redis):
     about = {"adapters": ("poems",)}
     async with sick_fleet(redis, one_redis_server.url, 3, about=about) as fleet:
         fleet.fall_ill(Faults(status=404, only="poems"))
@@ -303,9 +282,7 @@ async def test_a_worker_that_lacks_an_adapter_is_left_alone_for_that_alone(
         assert [worker["failures"] for worker in shown["workers"]] == [0, 0, 0]
 
 
-async def test_a_path_that_one_engine_lacks_is_asked_of_others(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_path_that_one_engine_lacks_is_asked_of_others(one_redis_server, redis):
     lacks = Faults(status=404, body='{"detail":"Not Found"}')
     async with sick_fleet(redis, one_redis_server.url, 3, path=MESSAGES) as fleet:
         fleet.fall_ill(lacks)
@@ -319,9 +296,7 @@ async def test_a_path_that_one_engine_lacks_is_asked_of_others(
         )
 
 
-async def test_workers_that_are_not_reached_use_up_no_tries(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_workers_that_are_not_reached_use_up_no_tries(one_redis_server, redis):
     async with AsyncExitStack() as stack:
         for number in range(8):
             address = f"http://127.0.0.1:{free_port()}"
@@ -344,9 +319,7 @@ async def test_workers_that_are_not_reached_use_up_no_tries(
         (TOKENIZE, Faults(tokenize_status=0)),
     ],
 )
-async def test_what_is_no_chat_avoids_the_sick_too(
-    one_redis_server: EmbeddedRedis, redis: Redis, path: str, faults: Faults
-) -> None:
+async def test_what_is_no_chat_avoids_the_sick_too(one_redis_server, redis, path, faults):
     async with sick_fleet(redis, one_redis_server.url, 3, path=path) as fleet:
         fleet.fall_ill(faults)
         assert statuses(await fleet.ask_many(60, at_once=6)) == {200: 60}
@@ -356,18 +329,14 @@ async def test_what_is_no_chat_avoids_the_sick_too(
 
 
 @pytest.mark.slow
-async def test_replicas_know_which_paths_others_were_failed(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_replicas_know_which_paths_others_were_failed(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 3, replicas=3, path=TOKENIZE) as fleet:
         fleet.fall_ill(Faults(tokenize_status=500))
         assert statuses(await fleet.ask_many(6, at_once=1)) == {200: 6}
         assert 1 <= fleet.came()[0] <= 3
 
 
-async def test_a_path_that_computes_nothing_says_nothing_of_others(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_path_that_computes_nothing_says_nothing_of_others(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 2, path=TOKENIZE) as fleet:
         fleet.fall_ill(Faults(tokenize_status=500))
         for _ in range(2):
@@ -379,9 +348,7 @@ async def test_a_path_that_computes_nothing_says_nothing_of_others(
         assert min(await fleet.shares(20, at_once=2)) >= 0.5
 
 
-async def test_whole_answers_that_take_long_are_held_against_nobody(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_whole_answers_that_take_long_are_held_against_nobody(one_redis_server, redis):
     async with sick_fleet(redis, one_redis_server.url, 2, whole_timeout_s=0.5) as fleet:
         fleet.fall_ill(Faults(whole_s=2.0), 2)
         answers = [await fleet.ask() for _ in range(3)]

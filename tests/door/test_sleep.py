@@ -1,17 +1,10 @@
 """Models that sleep, as clients of the OpenAI API see them."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.state import models as directory
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, models, replica
@@ -20,19 +13,17 @@ from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
 
 
-async def complete(_: web.Request) -> web.Response:
+async def complete(_):
     return web.json_response({"choices": [{"text": "x"}]})
 
 
-async def planner_wakes(redis: Redis) -> None:
+async def planner_wakes(redis):
     seconds, _ = await redis.time()
     await redis.hset(KEYS["planner"], mapping={"wakes": 1, "until_ms": 1000 * (seconds + 60)})
 
 
 @pytest.fixture
-async def sleeping_door(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> AsyncIterator[httpx.AsyncClient]:
+async def sleeping_door(one_redis_server, redis):
     """A client of a replica whose only model, `m`, sleeps; prompts have at most 8 tokens."""
     await planner_wakes(redis)
     url, line = one_redis_server.url, {"wait_queue": 10, "wait_timeout_s": 600.0}
@@ -45,13 +36,13 @@ async def sleeping_door(
         yield door
 
 
-async def sleeping(door: httpx.AsyncClient) -> dict[str, bool]:
+async def sleeping(door):
     return {card["id"]: card["asleep"] for card in (await door.get("/v1/models")).json()["data"]}
 
 
 async def test_a_model_that_sleeps_is_listed_as_such_and_clients_can_read_it(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     import openai  # here, as it takes half a second
 
     await planner_wakes(redis)
@@ -107,9 +98,7 @@ OF_TOKENS = {"model": "m", "prompt": [1] * 9}
         ("/find_best_worker", {"local_hashes": [1], "num_tokens": 4}, 503),
     ],
 )
-async def test_what_would_not_be_served_wakes_nobody(
-    sleeping_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any], status: int
-) -> None:
+async def test_what_would_not_be_served_wakes_nobody(sleeping_door, redis, path, body, status):
     answer = await sleeping_door.post(path, json=body)
     assert answer.status_code == status, answer.text
     # Nobody has waited, whose ticket would be there until it is taken out.
@@ -136,9 +125,7 @@ async def test_what_would_not_be_served_wakes_nobody(
         ("/v1/route", {"token_ids": [1, 2, 3, 4]}),
     ],
 )
-async def test_what_would_be_served_wakes_a_model(
-    sleeping_door: httpx.AsyncClient, redis: Redis, path: str, body: dict[str, Any]
-) -> None:
+async def test_what_would_be_served_wakes_a_model(sleeping_door, redis, path, body):
     asking = asyncio.create_task(sleeping_door.post(path, json=body))
     await eventually(lambda: redis.zrange(KEYS["flows"], 0, -1))
     asking.cancel()
@@ -146,9 +133,7 @@ async def test_what_would_be_served_wakes_a_model(
         await asking
 
 
-async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
-    sleeping_door: httpx.AsyncClient, redis: Redis
-) -> None:
+async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(sleeping_door, redis):
     body = {"model": "m", "prompt": [1, 2, 3]}
     asks = {"x-tenant-id": "acme", "x-priority": "high"}
     asking = asyncio.create_task(sleeping_door.post("/v1/completions", json=body, headers=asks))
@@ -158,9 +143,7 @@ async def test_who_wakes_a_model_waits_as_its_tenant_and_priority(
         assert (await asking).status_code == 200
 
 
-async def test_without_a_planner_a_model_without_a_worker_is_not_listed(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_without_a_planner_a_model_without_a_worker_is_not_listed(one_redis_server, redis):
     async with (
         replica(one_redis_server.url, wait_queue=10) as door,
         completing(redis, "a", complete) as worker,

@@ -1,7 +1,5 @@
 """What the door sees in answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.door import stream as stream_module
@@ -13,7 +11,7 @@ IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress
 DELTA = b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n'
 
 
-def test_what_a_response_says_before_its_first_token_is_not_one() -> None:
+def test_what_a_response_says_before_its_first_token_is_not_one():
     stream = Stream(drops_usage=False)
     for events in (CREATED, IN_PROGRESS):
         assert stream.passed(events) == events
@@ -38,14 +36,14 @@ def test_what_a_response_says_before_its_first_token_is_not_one() -> None:
         (b"data: [DONE]", 0),
     ],
 )
-def test_events_with_something_of_the_answer_are_counted(event: bytes, said: int) -> None:
+def test_events_with_something_of_the_answer_are_counted(event, said):
     stream = Stream(drops_usage=False)
     stream.passed(event + b"\n\n")
     stream.passed(event + b"\n\n" + event + b"\n\n")
     assert stream.num_said == 3 * said
 
 
-def test_a_first_token_is_seen_behind_what_came_with_it() -> None:
+def test_a_first_token_is_seen_behind_what_came_with_it():
     stream = Stream(drops_usage=False)
     stream.passed(CREATED + IN_PROGRESS + DELTA)
     assert stream.has_first_token
@@ -71,7 +69,7 @@ def test_a_first_token_is_seen_behind_what_came_with_it() -> None:
         ),
     ],
 )
-def test_cached_tokens_are_part_of_the_prompt_whoever_counts(text: bytes, usage: Usage) -> None:
+def test_cached_tokens_are_part_of_the_prompt_whoever_counts(text, usage):
     assert usage_in(text) == usage
 
 
@@ -90,15 +88,15 @@ def test_cached_tokens_are_part_of_the_prompt_whoever_counts(text: bytes, usage:
         b'"prompt_tokens":' + b"[" * 1000 + b"]" * 1000,
     ],
 )
-def test_a_usage_that_cannot_be_is_none(counts: bytes) -> None:
+def test_a_usage_that_cannot_be_is_none(counts):
     assert usage_in(b'{"usage":{%b}}' % counts, max_tokens=100) is None
 
 
-def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch):
     looked_at = 0
 
     class Held(bytearray):
-        def rfind(self, mark: bytes, begin: int) -> int:  # type: ignore[override]
+        def rfind(self, mark, begin):
             nonlocal looked_at
             looked_at += len(self) - begin
             return super().rfind(mark, begin)
@@ -112,7 +110,7 @@ def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
-def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end: bytes) -> None:
+def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end):
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}'
     one = b'data: {"choices":[{"index":0,"text":"a"}]}'
     nulls = b'data: {"choices":[{"index":0,"text":"b"}],"usage":null}'
@@ -125,7 +123,7 @@ def test_wherever_a_stream_is_cut_its_events_stay_whole_but_for_the_usage(end: b
         assert usage_in(stream.tail) == Usage(3, 1, None)
 
 
-def test_what_a_message_counted_as_it_began_is_not_lost() -> None:
+def test_what_a_message_counted_as_it_began_is_not_lost():
     start = (
         b'event: message_start\ndata: {"type":"message_start","message":{"usage":'
         b'{"input_tokens":7,"cache_read_input_tokens":3,"output_tokens":0}}}\n\n'
@@ -139,7 +137,7 @@ def test_what_a_message_counted_as_it_began_is_not_lost() -> None:
             assert usage_in(stream.tail, start=stream.start) == Usage(10, 5, 3)
 
 
-def test_usage_counts_however_far_from_the_end_it_comes() -> None:
+def test_usage_counts_however_far_from_the_end_it_comes():
     counts = b'"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11}'
     body = b'{%b,"text":"%b","usage_of":1}' % (counts, b"x" * 500_000)
     assert usage_in(body) == Usage(9, 2, None)

@@ -1,11 +1,5 @@
 """What runs beside the requests of a router fails as nobody foresaw."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
 from app.console.sampler import Sampler
 from app.door.missing import MissingWorkers
 from app.door.models import Models
@@ -13,7 +7,6 @@ from app.door.transfer.kv_lease import KvLeases
 from app.door.transfer.outcomes import PairTransfers
 from app.edge.watched_files import WatchedFiles
 from app.http import supervisor
-from app.local.redis_server import EmbeddedRedis
 from app.router.decider import Decider
 from app.router.history import History
 from app.router.maintenance import Maintenance
@@ -52,15 +45,15 @@ TASKS = {
 
 
 async def test_no_surprise_beside_the_requests_ends_a_router_or_what_it_does(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, monkeypatch
+):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
-    failed: set[str] = set()
+    failed = set()
 
-    def fails_at_first(task: str, kind: type[Any], method: str) -> None:
+    def fails_at_first(task, kind, method):
         does = getattr(kind, method)
 
-        async def does_later(self: Any, *args: Any) -> Any:
+        async def does_later(self, *args):
             if task not in failed:
                 failed.add(task)
                 raise RecursionError(task)
@@ -75,7 +68,7 @@ async def test_no_surprise_beside_the_requests_ends_a_router_or_what_it_does(
         await until_serving(door, 1)
         assert (await door.post("/v1/chat/completions", json=chat("hi"))).is_success
 
-        async def counted() -> set[str]:
+        async def counted():
             lines = (await door.get("/metrics")).text.splitlines()
             return {
                 line.split('"')[1]

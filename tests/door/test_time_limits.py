@@ -1,43 +1,35 @@
 """How long answers may take, and whom it is held against when they take longer."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
-from typing import Any
-
-import httpx
-import pytest
-from redis.asyncio import Redis
 
 from app.door import tries
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 
 PATH = "/v1/completions"
-ASKED: dict[str, Any] = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 3}
+ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 3}
 
 
-async def register(redis: Redis, name: str, engine: FakeEngine) -> None:
+async def register(redis, name, engine):
     info = replace(worker_info(name, kv_total_blocks=10_000), address=engine.url, models=("m",))
     worker = FakeWorker(ScriptRunner(redis, 5.0), KEYS, info)
     await worker.register()
     await worker.activate()
 
 
-async def failures(door: httpx.AsyncClient) -> list[int]:
+async def failures(door):
     shown = (await door.get("/v1/workers")).json()
     assert shown["paused"] == []
     return [worker["failures"] for worker in shown["workers"]]
 
 
 async def test_a_whole_answer_that_takes_long_is_not_held_against_its_worker(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with (
         fake_engine(prefill_s=1.0) as one,
         fake_engine(prefill_s=1.0) as other,
@@ -51,9 +43,7 @@ async def test_a_whole_answer_that_takes_long_is_not_held_against_its_worker(
         assert await failures(door) == [0, 0]
 
 
-async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(one_redis_server, redis):
     async with (
         fake_engine() as one,
         fake_engine() as other,
@@ -71,8 +61,8 @@ async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(
 
 
 async def test_a_stream_that_says_nothing_for_longer_than_predicted_goes_to_another_worker(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr(tries, "FIRST_TOKEN_S", 0.3)
     async with (
         fake_engine() as one,

@@ -1,25 +1,17 @@
 """Tokenizers of models: each loaded and kept once, and looked at again where that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door import prompts, tokenizers
-from app.door.tokenizers import LoadedTokenizer, Tokenizers
-from app.local.redis_server import EmbeddedRedis
-from app.tokens import Renderer, load
+from app.door.tokenizers import Tokenizers
+from app.tokens import load
 from tests.door.conftest import completing, models, replica
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually
@@ -30,11 +22,11 @@ class Panic(BaseException):
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def loads(monkeypatch):
     """How often each folder was loaded."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
 
-    def counting(folder: str) -> Renderer:
+    def counting(folder):
         counts[folder] += 1
         return load(folder)
 
@@ -43,11 +35,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture
-async def kept() -> AsyncIterator[Tokenizers]:
+async def kept():
     async with asyncio.TaskGroup() as tasks:
 
-        def beside(_: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
-            async def once() -> None:
+        def beside(_, run):
+            async def once():
                 await run()
 
             return tasks.create_task(once())
@@ -55,8 +47,8 @@ async def kept() -> AsyncIterator[Tokenizers]:
         yield Tokenizers(beside)
 
 
-async def settled(tokenizers: Tokenizers, *sources: str) -> list[LoadedTokenizer]:
-    async def look() -> list[LoadedTokenizer]:
+async def settled(tokenizers, *sources):
+    async def look():
         return [tokenizers.at(source) for source in sources]
 
     loaded = await look()  # kept, while it is waited for
@@ -64,9 +56,7 @@ async def settled(tokenizers: Tokenizers, *sources: str) -> list[LoadedTokenizer
     return loaded
 
 
-async def test_a_folder_is_loaded_once_under_all_its_names(
-    kept: Tokenizers, loads: Counter[str], tmp_path: Path
-) -> None:
+async def test_a_folder_is_loaded_once_under_all_its_names(kept, loads, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(LLAMA)
     names = (str(LLAMA), str(link), f"{LLAMA}/../{LLAMA.name}")
@@ -75,9 +65,7 @@ async def test_a_folder_is_loaded_once_under_all_its_names(
     assert len({id(one.renderer) for one in loaded}) == 1
 
 
-async def test_what_nobody_uses_any_more_is_forgotten(
-    kept: Tokenizers, loads: Counter[str]
-) -> None:
+async def test_what_nobody_uses_any_more_is_forgotten(kept, loads):
     for _ in range(2):
         assert (await settled(kept, str(LLAMA)))[0].renderer
         gc.collect()
@@ -86,11 +74,11 @@ async def test_what_nobody_uses_any_more_is_forgotten(
 
 @pytest.mark.parametrize("error", [ValueError("x"), MemoryError(), KeyError("x"), Panic("x")])
 async def test_whatever_loading_raises_it_is_tried_again_only_after_a_pause(
-    kept: Tokenizers, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+    kept, monkeypatch, error
+):
     calls = []
 
-    def failing(folder: str) -> Renderer:
+    def failing(folder):
         calls.append(folder)
         raise error
 
@@ -107,8 +95,8 @@ async def test_whatever_loading_raises_it_is_tried_again_only_after_a_pause(
 
 
 async def test_a_folder_that_has_changed_is_loaded_anew_when_asked_to_look_again(
-    kept: Tokenizers, loads: Counter[str], tmp_path: Path
-) -> None:
+    kept, loads, tmp_path
+):
     folder = tmp_path / "model"
     shutil.copytree(LLAMA, folder)
     [loaded] = await settled(kept, str(folder))
@@ -126,26 +114,26 @@ async def test_a_folder_that_has_changed_is_loaded_anew_when_asked_to_look_again
 PATH = "/v1/completions"
 
 
-async def complete(_: web.Request) -> web.Response:
+async def complete(_):
     return web.json_response({"choices": []})
 
 
-async def rendered_here(door: httpx.AsyncClient, name: str) -> float:
+async def rendered_here(door, name):
     asked = {"model": name, "prompt": "x"}
     assert (await door.post(PATH, json=asked)).status_code == 200
     return await counted(door, f'tokens_from_total{{model="{name}",source="router"}}')
 
 
 async def test_the_first_prompts_wait_for_the_tokenizer_but_not_for_long(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     may_load = threading.Event()
 
-    def slowly(folder: str) -> Renderer:
+    def slowly(folder):
         may_load.wait()
         return load(folder)
 
-    async def first(tokens_from: str) -> str:
+    async def first(tokens_from):
         async with replica(one_redis_server.url) as door:
             await eventually(lambda: models(door), bool)
             asked = asyncio.create_task(rendered_here(door, "m"))
@@ -165,11 +153,9 @@ async def test_the_first_prompts_wait_for_the_tokenizer_but_not_for_long(
             may_load.set()
 
 
-async def test_a_model_and_its_adapters_share_one_tokenizer(
-    one_redis_server: EmbeddedRedis, redis: Redis, loads: Counter[str]
-) -> None:
+async def test_a_model_and_its_adapters_share_one_tokenizer(one_redis_server, redis, loads):
     adapters = tuple(f"adapter-{n}" for n in range(40))
-    about: dict[str, Any] = {"tokenizer": str(LLAMA), "adapters": adapters}
+    about = {"tokenizer": str(LLAMA), "adapters": adapters}
     async with (
         completing(redis, "a", complete, **about),
         replica(one_redis_server.url) as door,
@@ -183,8 +169,8 @@ async def test_a_model_and_its_adapters_share_one_tokenizer(
 
 
 async def test_adapters_have_the_tokenizer_that_a_setting_gives_to_their_model(
-    one_redis_server: EmbeddedRedis, redis: Redis, loads: Counter[str]
-) -> None:
+    one_redis_server, redis, loads
+):
     async with (
         completing(redis, "a", complete, tokenizer="/nowhere", adapters=("poems",)),
         replica(one_redis_server.url, tokenizers=f"m={LLAMA}") as door,
@@ -195,8 +181,8 @@ async def test_adapters_have_the_tokenizer_that_a_setting_gives_to_their_model(
 
 @pytest.mark.parametrize("started_with", ["org/model", "/models/x"])
 async def test_a_model_that_is_served_by_another_name_has_the_tokenizer_of_what_it_was_started_with(
-    one_redis_server: EmbeddedRedis, redis: Redis, started_with: str
-) -> None:
+    one_redis_server, redis, started_with
+):
     async with (
         completing(redis, "a", complete, tokenizer=started_with),
         replica(one_redis_server.url, tokenizers=f"{started_with}={LLAMA}") as door,
@@ -205,9 +191,7 @@ async def test_a_model_that_is_served_by_another_name_has_the_tokenizer_of_what_
         await eventually(lambda: rendered_here(door, "m"))
 
 
-async def test_the_tokenizer_may_be_where_any_of_the_workers_says(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_the_tokenizer_may_be_where_any_of_the_workers_says(one_redis_server, redis):
     async with (
         completing(redis, "a", complete, tokenizer="/nowhere"),
         completing(redis, "b", complete, tokenizer=str(LLAMA)),
@@ -219,17 +203,16 @@ async def test_the_tokenizer_may_be_where_any_of_the_workers_says(
 
 
 async def test_a_worker_with_another_tokenizer_is_noticed_when_it_comes_and_when_it_goes(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    about: dict[str, Any] = {
+    one_redis_server, redis
+):
+    about = {
         "tokenizer": str(LLAMA),
         "tokenizer_hash": load(str(LLAMA)).fingerprint,
     }
 
-    async def remarks() -> list[str]:
+    async def remarks():
         await rendered_here(door, "m")
-        missing: list[str] = (await door.get("/readiness")).json()["missing"]
-        return missing
+        return (await door.get("/readiness")).json()["missing"]
 
     async with (
         completing(redis, "a", complete, **about),
@@ -246,16 +229,16 @@ async def test_a_worker_with_another_tokenizer_is_noticed_when_it_comes_and_when
 
 
 async def test_a_model_that_its_engine_tokenizes_in_another_way_is_compared_again(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr(prompts, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(prompts, "LONGEST_PAUSE_S", 0.0)
     ids = [7, 7]
 
-    async def tokenize(_: web.Request) -> web.Response:
+    async def tokenize(_):
         return web.json_response({"tokens": ids})
 
-    async def apart() -> float:
+    async def apart():
         await rendered_here(door, "m")
         return await counted(door, 'tokenizer_apart{model="m"}')
 
@@ -272,9 +255,9 @@ async def test_a_model_that_its_engine_tokenizes_in_another_way_is_compared_agai
 
 
 async def test_a_model_without_workers_is_no_longer_said_to_lack_a_tokenizer(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
-    async def missing() -> str:
+    one_redis_server, redis
+):
+    async def missing():
         return str((await door.get("/readiness")).json()["missing"])
 
     async with replica(one_redis_server.url) as door:

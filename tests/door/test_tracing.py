@@ -1,22 +1,16 @@
 """Traces of requests through the door, and the trace context that workers get."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from app.door.tracing import Tracing, provider_named, provider_of
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -27,11 +21,11 @@ ASKED = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
 class Engine:
     """Answers completions. refusals: statuses of its first answers."""
 
-    def __init__(self, *refusals: int) -> None:
+    def __init__(self, *refusals):
         self._refusals = list(refusals)
-        self.headers: list[dict[str, str]] = []
+        self.headers = []
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request):
         body = await request.json()
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self._refusals:
@@ -39,19 +33,17 @@ class Engine:
         if body.get("stream"):
             text = 'data: {"choices":[{"text":"x"}]}\n\ndata: [DONE]\n\n'
             return web.Response(text=text, content_type="text/event-stream")
-        usage: dict[str, Any] = {"prompt_tokens": 5, "completion_tokens": 2}
+        usage = {"prompt_tokens": 5, "completion_tokens": 2}
         usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
         return web.json_response({"choices": [{"text": "x"}], "usage": usage})
 
 
-def ids_of(span: ReadableSpan) -> tuple[str, str]:
+def ids_of(span):
     assert span.context is not None
     return f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}"
 
 
-async def test_a_request_has_a_span_and_one_for_each_of_its_parts(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_request_has_a_span_and_one_for_each_of_its_parts(one_redis_server, redis):
     exporter = InMemorySpanExporter()
     provider = provider_of(exporter)
     engine = Engine(503)
@@ -90,9 +82,7 @@ async def test_a_request_has_a_span_and_one_for_each_of_its_parts(
         assert root.resource.attributes["service.name"] == "kvroute"
 
 
-async def test_requests_that_fail_have_spans_that_say_so(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_requests_that_fail_have_spans_that_say_so(one_redis_server, redis):
     exporter = InMemorySpanExporter()
     provider = provider_of(exporter)
     async with (
@@ -112,9 +102,7 @@ async def test_requests_that_fail_have_spans_that_say_so(
         ]
 
 
-async def test_without_an_exporter_the_context_goes_on_as_it_came(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_without_an_exporter_the_context_goes_on_as_it_came(one_redis_server, redis):
     engine = Engine()
     async with completing(redis, "a", engine.complete), replica(one_redis_server.url) as door:
         await until_serving(door, 1)
@@ -126,11 +114,11 @@ async def test_without_an_exporter_the_context_goes_on_as_it_came(
 
 
 async def test_an_exporter_that_the_environment_names_gets_the_spans_before_the_end(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
+    one_redis_server, redis, monkeypatch
+):
+    names = []
 
-    async def collect(request: web.Request) -> web.Response:
+    async def collect(request):
         body = ExportTraceServiceRequest.FromString(await request.read())
         for group in body.resource_spans:
             names.extend(span.name for scope in group.scope_spans for span in scope.spans)
@@ -161,7 +149,7 @@ async def test_an_exporter_that_the_environment_names_gets_the_spans_before_the_
         {"OTEL_SERVICE_NAME": "x"},
     ],
 )
-def test_nothing_is_recorded_unless_an_exporter_is_named(environment: dict[str, str]) -> None:
+def test_nothing_is_recorded_unless_an_exporter_is_named(environment):
     assert provider_named(environment) is None
 
 
@@ -175,6 +163,6 @@ def test_nothing_is_recorded_unless_an_exporter_is_named(environment: dict[str, 
         ),
     ],
 )
-def test_an_exporter_that_is_not_spoken_is_refused(environment: dict[str, str], said: str) -> None:
+def test_an_exporter_that_is_not_spoken_is_refused(environment, said):
     with pytest.raises(ConfigError, match=said):
         provider_named(environment)

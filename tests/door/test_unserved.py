@@ -1,18 +1,13 @@
 """What no worker has had may go to another fleet; what one has had may be what it failed of."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing, suppress
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.door import upstream
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from tests.attack.engine import hostile_worker
 from tests.door.conftest import completing, registered, replica, until_serving
 from tests.fake_worker import KEYS
@@ -21,18 +16,16 @@ COMPLETIONS = "/v1/completions"
 ASKS = {"X-Unserved-Status": "425"}
 
 
-def asked(how: str = "good") -> dict[str, Any]:
+def asked(how="good"):
     return {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "user": how}
 
 
-async def gone(redis: Redis, name: str) -> None:
+async def gone(redis, name):
     """A worker at whose address nothing listens."""
     await registered(redis, name, f"http://127.0.0.1:{free_port()}")
 
 
-async def test_what_reached_no_worker_is_told_to_who_asks(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_what_reached_no_worker_is_told_to_who_asks(one_redis_server, redis):
     await gone(redis, "a")
     async with replica(one_redis_server.url) as door:
         await until_serving(door, 1)
@@ -45,12 +38,10 @@ async def test_what_reached_no_worker_is_told_to_who_asks(
 
 
 @pytest.mark.parametrize("status", [200, 429, 500, 503])
-async def test_what_a_worker_has_answered_is_the_answer(
-    one_redis_server: EmbeddedRedis, redis: Redis, status: int
-) -> None:
+async def test_what_a_worker_has_answered_is_the_answer(one_redis_server, redis, status):
     num_answers = 0
 
-    async def complete(_: web.Request) -> web.Response:
+    async def complete(_):
         nonlocal num_answers
         num_answers += 1
         return web.Response(status=status)
@@ -71,9 +62,7 @@ async def test_what_a_worker_has_answered_is_the_answer(
 
 
 @pytest.mark.parametrize("how", ["resets", "nothing"])
-async def test_what_a_worker_failed_of_is_sent_nowhere_else(
-    one_redis_server: EmbeddedRedis, redis: Redis, how: str
-) -> None:
+async def test_what_a_worker_failed_of_is_sent_nowhere_else(one_redis_server, redis, how):
     async with (
         hostile_worker(redis, KEYS, "a", "m"),
         replica(one_redis_server.url) as door,
@@ -84,14 +73,14 @@ async def test_what_a_worker_failed_of_is_sent_nowhere_else(
 
 
 async def test_an_engine_that_dies_of_a_request_on_a_kept_connection_has_had_it(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr(upstream, "STALE_S", 60.0)
     kind = b"content-type: application/json\r\ncontent-length: 14"
     good = b'HTTP/1.1 200 OK\r\n%b\r\n\r\n{"choices":[]}' % kind
-    requests: list[bytes] = []
+    requests = []
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def talk(reader, writer):
         with suppress(asyncio.IncompleteReadError), closing(writer):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
@@ -113,6 +102,6 @@ async def test_an_engine_that_dies_of_a_request_on_a_kept_connection_has_had_it(
     assert sum(b"kills" in each for each in requests) == 1
 
 
-async def asked_well(door: httpx.AsyncClient) -> None:
+async def asked_well(door):
     answer = await door.post(COMPLETIONS, json=asked())
     assert answer.status_code == 200, answer.text

@@ -1,15 +1,11 @@
 """The client of engines, against a server that sends exactly the bytes it is told to."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from socket import SO_LINGER, SOL_SOCKET
-from typing import Any
 
 import pytest
 import trustme
@@ -18,7 +14,6 @@ from app.door import upstream as upstream_module
 from app.door.connection import (
     MAX_FRAMING_BYTES,
     ConnectFailed,
-    EngineAnswer,
     NoAnswer,
     UpstreamBroken,
     UpstreamError,
@@ -42,13 +37,13 @@ Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 class Server:
     """Has `talk` answer each connection. requests: what it read of them."""
 
-    def __init__(self, talk: Callable[[Server, Reader, Writer], Awaitable[None]]) -> None:
+    def __init__(self, talk):
         self.num_connections = 0
-        self.requests: list[bytes] = []
+        self.requests = []
         self.url = ""
         self._talk = talk
 
-    async def request(self, reader: Reader) -> bytes:
+    async def request(self, reader):
         """Raises IncompleteReadError at the end of the connection."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -56,7 +51,7 @@ class Server:
         self.requests.append(read)
         return read
 
-    async def talk(self, reader: Reader, writer: Writer) -> None:
+    async def talk(self, reader, writer):
         self.num_connections += 1
         try:
             await self._talk(self, reader, writer)
@@ -67,10 +62,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
-    talk: Callable[[Server, Reader, Writer], Awaitable[None]],
-    tls: ssl.SSLContext | None = None,
-) -> AsyncIterator[tuple[Server, Upstream]]:
+async def serving(talk, tls=None):
     server = Server(talk)
     listening = await asyncio.start_server(server.talk, "127.0.0.1", 0, ssl=tls)
     scheme = "http" if tls is None else "https"
@@ -83,10 +75,10 @@ async def serving(
         listening.close()
 
 
-def saying(text: bytes) -> Callable[[Server, Reader, Writer], Awaitable[None]]:
+def saying(text):
     """Answers each request of a connection with `text`."""
 
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+    async def talk(server, reader, writer):
         while True:
             await server.request(reader)
             writer.write(text)
@@ -95,12 +87,12 @@ def saying(text: bytes) -> Callable[[Server, Reader, Writer], Awaitable[None]]:
     return talk
 
 
-async def post(upstream: Upstream, url: str, body: bytes = BODY, **more: Any) -> EngineAnswer:
+async def post(upstream, url, body=BODY, **more):
     times = {"connect_s": 5.0, "answer_s": 5.0} | more
     return await upstream.send(url, "/v1/x", [(b"x-id", b"7")], body, **times)
 
 
-async def whole(answer: EngineAnswer) -> bytes:
+async def whole(answer):
     pieces = []
     while piece := await answer.read(5.0):
         pieces.append(piece)
@@ -111,8 +103,8 @@ async def whole(answer: EngineAnswer) -> bytes:
     "text", [LENGTH, CHUNKED, CLOSED, CONTINUED], ids=["length", "chunked", "closed", "continued"]
 )
 @pytest.mark.parametrize("step", [1, 7, 1000])
-async def test_an_answer_is_read_however_it_is_framed_and_cut(text: bytes, step: int) -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_an_answer_is_read_however_it_is_framed_and_cut(text, step):
+    async def talk(server, reader, writer):
         while True:
             await server.request(reader)
             for at in range(0, len(text), step):
@@ -141,8 +133,8 @@ async def test_an_answer_is_read_however_it_is_framed_and_cut(text: bytes, step:
     "text", [LENGTH, CHUNKED, CONTINUED], ids=["length", "chunked", "continued"]
 )
 @pytest.mark.parametrize("resets", [False, True])
-async def test_an_answer_cut_off_at_any_byte_is_an_error(text: bytes, resets: bool) -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_an_answer_cut_off_at_any_byte_is_an_error(text, resets):
+    async def talk(server, reader, writer):
         await server.request(reader)
         writer.write(text[: len(server.requests) - 1])
         await writer.drain()
@@ -161,15 +153,13 @@ async def test_an_answer_cut_off_at_any_byte_is_an_error(text: bytes, resets: bo
         assert server.num_connections == len(text)
 
 
-async def hang_up_on_the_second(server: Server, reader: Reader, writer: Writer) -> None:
+async def hang_up_on_the_second(server, reader, writer):
     await server.request(reader)
     writer.write(LENGTH)
     await server.request(reader)  # and hangs up without a word
 
 
-async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once(monkeypatch):
     monkeypatch.setattr(upstream_module, "STALE_S", 60.0)
     async with serving(hang_up_on_the_second) as (server, upstream):
         assert await whole(await post(upstream, server.url)) == b"hello world"
@@ -178,12 +168,10 @@ async def test_a_kept_connection_that_ends_as_it_is_used_is_replaced_once(
         assert len(server.requests) == 3
 
 
-async def test_what_an_engine_ended_with_may_have_reached_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_an_engine_ended_with_may_have_reached_it(monkeypatch):
     monkeypatch.setattr(upstream_module, "STALE_S", 60.0)
 
-    async def connected(*_: object) -> None:
+    async def connected(*_):
         raise ConnectFailed("refused")
 
     async with serving(hang_up_on_the_second) as (server, upstream):
@@ -195,9 +183,7 @@ async def test_what_an_engine_ended_with_may_have_reached_it(
             await post(upstream, server.url)
 
 
-async def test_what_ends_a_kept_connection_later_is_not_sent_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_ends_a_kept_connection_later_is_not_sent_again(monkeypatch):
     monkeypatch.setattr(upstream_module, "STALE_S", 0.0)
     async with serving(hang_up_on_the_second) as (server, upstream):
         assert await whole(await post(upstream, server.url)) == b"hello world"
@@ -206,15 +192,15 @@ async def test_what_ends_a_kept_connection_later_is_not_sent_again(
         assert len(server.requests) == 2
 
 
-async def test_a_new_connection_is_made_where_nothing_may_be_sent_again() -> None:
+async def test_a_new_connection_is_made_where_nothing_may_be_sent_again():
     async with serving(saying(LENGTH)) as (server, upstream):
         for _ in range(2):
             assert await whole(await post(upstream, server.url, kept=False)) == b"hello world"
         assert server.num_connections == 2
 
 
-async def test_a_kept_connection_that_ends_in_an_answer_is_not_asked_again() -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_a_kept_connection_that_ends_in_an_answer_is_not_asked_again():
+    async def talk(server, reader, writer):
         await server.request(reader)
         writer.write(LENGTH)
         await server.request(reader)
@@ -227,8 +213,8 @@ async def test_a_kept_connection_that_ends_in_an_answer_is_not_asked_again() -> 
         assert len(server.requests) == 2
 
 
-async def test_an_answer_before_the_body_was_read_ends_its_connection() -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_an_answer_before_the_body_was_read_ends_its_connection():
+    async def talk(server, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         server.requests.append(head)
         writer.write(LENGTH)
@@ -242,13 +228,11 @@ async def test_an_answer_before_the_body_was_read_ends_its_connection() -> None:
         assert server.num_connections == 2
 
 
-async def test_connections_are_not_used_when_they_have_long_been_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_connections_are_not_used_when_they_have_long_been_idle(monkeypatch):
     monkeypatch.setattr(upstream_module, "KEEP_ALIVE_S", 0.1)
     ended = asyncio.Event()
 
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+    async def talk(server, reader, writer):
         await server.request(reader)
         writer.write(LENGTH)
         await reader.read()
@@ -261,10 +245,10 @@ async def test_connections_are_not_used_when_they_have_long_been_idle(
         assert server.num_connections == 2
 
 
-async def test_what_is_not_read_is_left_to_the_engine() -> None:
+async def test_what_is_not_read_is_left_to_the_engine():
     sent = 0
 
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+    async def talk(server, reader, writer):
         nonlocal sent
         await server.request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -278,7 +262,7 @@ async def test_what_is_not_read_is_left_to_the_engine() -> None:
     async with serving(talk) as (server, upstream):
         answer = await post(upstream, server.url)
 
-        async def until_still() -> bool:
+        async def until_still():
             before = sent
             await asyncio.sleep(0.1)
             return sent == before
@@ -302,9 +286,7 @@ async def test_what_is_not_read_is_left_to_the_engine() -> None:
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"POST", False),
     ],
 )
-async def test_an_engine_is_heard_in_what_it_answers_to_requests(
-    text: bytes, method: bytes, is_heard: bool
-) -> None:
+async def test_an_engine_is_heard_in_what_it_answers_to_requests(text, method, is_heard):
     async with serving(saying(text)) as (server, upstream):
         for _ in range(2):  # on a new connection, and on one that was kept
             began_s = time.monotonic()
@@ -312,10 +294,10 @@ async def test_an_engine_is_heard_in_what_it_answers_to_requests(
             assert (upstream.heard_s(server.url) >= began_s) == is_heard
 
 
-async def test_an_aborted_answer_ends_the_connection() -> None:
+async def test_an_aborted_answer_ends_the_connection():
     left = asyncio.Event()
 
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+    async def talk(server, reader, writer):
         await server.request(reader)
         if len(server.requests) == 1:
             writer.write(CHUNKED[:60])
@@ -332,15 +314,15 @@ async def test_an_aborted_answer_ends_the_connection() -> None:
         await asyncio.wait_for(left.wait(), 5.0)
 
 
-def _number_of(server: Server) -> Callable[[], Awaitable[int]]:
-    async def number() -> int:
+def _number_of(server):
+    async def number():
         return len(server.requests)
 
     return number
 
 
-async def test_an_answer_that_ends_with_its_connection_ends_though_the_body_was_not_read() -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_an_answer_that_ends_with_its_connection_ends_though_the_body_was_not_read():
+    async def talk(server, reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(CLOSED)
         writer.write_eof()
@@ -351,7 +333,7 @@ async def test_an_answer_that_ends_with_its_connection_ends_though_the_body_was_
         assert await whole(answer) == b"hello world"
 
 
-async def test_trailers_are_no_headers() -> None:
+async def test_trailers_are_no_headers():
     text = CHUNKED.replace(b"0\r\n\r\n", b"0\r\nx-late: 1\r\n\r\n")
     async with serving(saying(text)) as (server, upstream):
         for _ in range(2):
@@ -369,7 +351,7 @@ async def test_trailers_are_no_headers() -> None:
         (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * MAX_FRAMING_BYTES, "bytes frame it"),
     ],
 )
-async def test_what_is_no_answer(text: bytes, why: str) -> None:
+async def test_what_is_no_answer(text, why):
     async with serving(saying(text)) as (server, upstream):
         with pytest.raises(NoAnswer, match=why):
             await post(upstream, server.url)
@@ -384,10 +366,10 @@ async def test_what_is_no_answer(text: bytes, why: str) -> None:
     ],
     ids=["trailers", "extension", "continues"],
 )
-async def test_what_frames_an_answer_is_bounded(begin: bytes, again: bytes) -> None:
+async def test_what_frames_an_answer_is_bounded(begin, again):
     sent = 0
 
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+    async def talk(server, reader, writer):
         nonlocal sent
         await server.request(reader)
         writer.write(begin)
@@ -403,28 +385,28 @@ async def test_what_frames_an_answer_is_bounded(begin: bytes, again: bytes) -> N
 
 
 @pytest.mark.parametrize("status", [b"600", b"099", b"000", b"999"])
-async def test_a_status_that_no_client_could_be_told_is_no_answer(status: bytes) -> None:
+async def test_a_status_that_no_client_could_be_told_is_no_answer(status):
     async with serving(saying(LENGTH.replace(b"200", status))) as (server, upstream):
         with pytest.raises(NoAnswer, match=f"status {status.decode()}"):
             await post(upstream, server.url)
 
 
-async def test_bytes_that_nobody_asked_for_end_a_connection() -> None:
+async def test_bytes_that_nobody_asked_for_end_a_connection():
     async with serving(saying(LENGTH + LENGTH)) as (server, upstream):
         for _ in range(2):
             assert await whole(await post(upstream, server.url)) == b"hello world"
         assert server.num_connections == 2
 
 
-async def test_a_body_that_is_not_chunked_as_it_says_is_broken_off() -> None:
+async def test_a_body_that_is_not_chunked_as_it_says_is_broken_off():
     text = CHUNKED.replace(b"1;ext=1", b"zz")
     async with serving(saying(text)) as (server, upstream):
         with pytest.raises(UpstreamBroken, match="not HTTP"):
             await whole(await post(upstream, server.url))
 
 
-async def test_deadlines() -> None:
-    async def talk(server: Server, reader: Reader, writer: Writer) -> None:
+async def test_deadlines():
+    async def talk(server, reader, writer):
         await server.request(reader)
         if len(server.requests) == 2:
             writer.write(CHUNKED[:60])
@@ -440,7 +422,7 @@ async def test_deadlines() -> None:
         answer.abort()
 
 
-async def test_an_engine_that_is_not_there() -> None:
+async def test_an_engine_that_is_not_there():
     upstream = Upstream()
     with pytest.raises(ConnectFailed, match="no connection"):
         await post(upstream, f"http://127.0.0.1:{free_port()}")
@@ -452,7 +434,7 @@ async def test_an_engine_that_is_not_there() -> None:
     await upstream.close()
 
 
-async def test_engines_behind_tls_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_behind_tls_are_verified(monkeypatch):
     authority = trustme.CA()
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(theirs)

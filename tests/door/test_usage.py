@@ -1,32 +1,23 @@
 """What keys have used is what the access log says, whatever becomes of requests and replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import httpx
 import orjson
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.ops.usage import answer
-from app.state.client import RedisClient
 from app.state.connect import connect
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.e2e.engines import Process
 from tests.edge.test_metrics import scrape
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
-from tests.fakes.engine import FakeEngine
 from tests.fakes.faults import Faults
 from tests.redis_servers import stopped
 
@@ -37,22 +28,22 @@ FIELDS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "by_rou
 KEY_FILE = "ann a\nbob b\nops o operator\n"
 
 
-def bearer(key: str) -> dict[str, str]:
+def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
-def body(tokens: int, **more: Any) -> dict[str, Any]:
+def body(tokens, **more):
     return {"model": "m", "prompt": [*range(1, tokens + 1)], "max_tokens": 8} | more
 
 
-async def by_key(redis: RedisClient) -> dict[str, dict[str, int]]:
+async def by_key(redis):
     rows = (await answer(redis, KEYS, "key", 2))["rows"]
     return {row["name"]: {name: row[name] for name in FIELDS} for row in rows}
 
 
-def logged(*files: Path) -> dict[str, dict[str, int]]:
+def logged(*files):
     """The sums of all lines with a key, but of paths about models."""
-    sums: dict[str, Counter[str]] = {}
+    sums = {}
     for line in (orjson.loads(text) for file in files for text in file.read_text().splitlines()):
         if not line["key"] or line["path"].startswith("/v1/models"):
             continue
@@ -66,7 +57,7 @@ def logged(*files: Path) -> dict[str, dict[str, int]]:
 
 
 @contextmanager
-def router(server: EmbeddedRedis, folder: Path, name: str) -> Iterator[tuple[Process, Path]]:
+def router(server, folder, name):
     """A replica as a process, and the file of its access log."""
     lines, keys = folder / name, folder / "keys"
     keys.write_text(KEY_FILE)
@@ -77,16 +68,14 @@ def router(server: EmbeddedRedis, folder: Path, name: str) -> Iterator[tuple[Pro
         yield process, lines
 
 
-async def begun(*engines: FakeEngine) -> None:
-    async def running() -> int:
+async def begun(*engines):
+    async def running():
         return sum(engine.running for engine in engines)
 
     await eventually(running)
 
 
-async def ask(
-    urls: list[str], client: httpx.AsyncClient, chance: random.Random, *, stays: bool = False
-) -> None:
+async def ask(urls, client, chance, *, stays=False):
     """One request: whole, streamed, or given up in its midst, to one of the replicas."""
     kind, key = chance.random() * (0.7 if stays else 1.0), chance.choice("ab")
     asked = body(chance.randrange(1, 400), stream=kind > 0.3)
@@ -102,11 +91,11 @@ async def ask(
 
 
 async def test_usage_is_the_sum_of_the_log_with_hang_ups_retries_and_a_killed_replica(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     chance = random.Random(7)
 
-    def falls_ill(_: object) -> Faults:
+    def falls_ill(_):
         return Faults(status=500) if chance.random() < 0.05 else Faults(token_s=0.004)
 
     async with (
@@ -146,9 +135,7 @@ async def test_usage_is_the_sum_of_the_log_with_hang_ups_retries_and_a_killed_re
         assert '"tries":2' in text, "requests were taken from engines"
 
 
-async def test_what_redis_did_not_answer_is_told_again_and_counts_once(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_what_redis_did_not_answer_is_told_again_and_counts_once(own_redis_server):
     url = own_redis_server.url
     async with (
         connect(url) as redis,
@@ -162,18 +149,16 @@ async def test_what_redis_did_not_answer_is_told_again_and_counts_once(
                 assert {one.status_code for one in await asyncio.gather(*answers)} == {200}
                 await asyncio.sleep(0.3)
 
-        async def requests() -> int:
+        async def requests():
             return (await by_key(redis)).get("anonymous", {}).get("requests", 0)
 
         assert await eventually(requests, lambda number: number >= 12) == 12
 
 
-async def test_an_operator_sees_who_used_what_and_others_do_not(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_operator_sees_who_used_what_and_others_do_not(one_redis_server, redis, tmp_path):
     file = tmp_path / "keys"
     file.write_text(KEY_FILE)
-    settings: dict[str, Any] = {"api_key_file": str(file), "usage_labels": 1}
+    settings = {"api_key_file": str(file), "usage_labels": 1}
     async with sick_worker(redis, "a"), replica(one_redis_server.url, **settings) as door:
         door.headers.update(bearer("o"))
         await until_serving(door, 1)
@@ -184,7 +169,7 @@ async def test_an_operator_sees_who_used_what_and_others_do_not(
         lost = body(1, model="?")
         assert (await door.post(PATH, json=lost, headers=bearer("b"))).status_code == 404
 
-        async def shown(**asked: str) -> dict[str, Any]:
+        async def shown(**asked):
             reply = await door.get("/v1/usage", params=asked)
             assert reply.status_code == 200, reply.text
             return dict(reply.json())

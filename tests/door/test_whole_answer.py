@@ -1,13 +1,8 @@
 """What is an answer of its API, and what only comes instead of one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import orjson
 import pytest
 
-from app.core.failures import Failure
 from app.door import blame, whole_answer
 from app.door.whole_answer import MAX_PARSED_BYTES
 
@@ -15,9 +10,7 @@ JSON = "application/json"
 CHAT, EMBEDDINGS, RERANK = "/v1/chat/completions", "/v1/embeddings", "/rerank"
 
 
-def failure_in(
-    body: bytes, kind: str = JSON, path: str = RERANK, status: int = 200, *, is_all: bool = True
-) -> Failure | None:
+def failure_in(body, kind=JSON, path=RERANK, status=200, *, is_all=True):
     headers = [(b"content-type", kind.encode())] if kind else []
     return whole_answer.failure_of(status, headers, body, model="m", path=path, is_all=is_all)
 
@@ -32,7 +25,7 @@ def failure_in(
         {"error": "died"},
     ],
 )
-def test_an_error_in_a_200_is_a_failure(body: dict[str, Any]) -> None:
+def test_an_error_in_a_200_is_a_failure(body):
     for text in (orjson.dumps(body), orjson.dumps(body, option=orjson.OPT_INDENT_2)):
         failure = failure_in(text)
         assert failure is not None
@@ -50,7 +43,7 @@ def test_an_error_in_a_200_is_a_failure(body: dict[str, Any]) -> None:
         {"object": "response", "status": "failed", "error": {"code": "invalid_prompt"}},
     ],
 )
-def test_what_is_no_failure_in_a_200(body: dict[str, Any]) -> None:
+def test_what_is_no_failure_in_a_200(body):
     assert failure_in(orjson.dumps(body)) is None
 
 
@@ -71,7 +64,7 @@ FOREIGN = [b"<html>", b" ", b'"ok"', b"null", b"OK", b'data: {"choices":[]}\n\n'
 @pytest.mark.parametrize(
     "kind", [JSON, "application/problem+json; charset=utf-8", "text/plain", ""]
 )
-def test_an_answer_that_is_none(body: bytes, cause: str, kind: str) -> None:
+def test_an_answer_that_is_none(body, cause, kind):
     for path in (CHAT, EMBEDDINGS, RERANK):
         failure = failure_in(body, kind, path)
         assert failure is not None
@@ -88,7 +81,7 @@ def test_an_answer_that_is_none(body: bytes, cause: str, kind: str) -> None:
         ("/v1/completions", b'{"detail":"' + b"x" * MAX_PARSED_BYTES + b'"}'),
     ],
 )
-def test_what_has_nothing_of_an_answer_is_none(path: str, body: bytes) -> None:
+def test_what_has_nothing_of_an_answer_is_none(path, body):
     failure = failure_in(body, path=path)
     assert failure is not None
     assert failure.cause == "foreign"
@@ -107,17 +100,17 @@ def test_what_has_nothing_of_an_answer_is_none(path: str, body: bytes) -> None:
         ("/tokenize", JSON, b'{"tokens":[]}'),
     ],
 )
-def test_what_engines_answer_counts(path: str, kind: str, body: bytes) -> None:
+def test_what_engines_answer_counts(path, kind, body):
     assert failure_in(body, kind, path) is None
 
 
-def test_a_long_answer_is_judged_by_how_it_begins() -> None:
+def test_a_long_answer_is_judged_by_how_it_begins():
     assert failure_in(CHOICE[:20], path=CHAT, is_all=False) is None
     assert failure_in(b"<html>", path=CHAT, is_all=False) is not None
 
 
 @pytest.mark.parametrize("status", [201, 202, 204, 206, 300, 301, 302, 304, 307, 308])
-def test_a_status_that_is_of_no_answer_and_no_error(status: int) -> None:
+def test_a_status_that_is_of_no_answer_and_no_error(status):
     failure = failure_in(CHOICE, path=CHAT, status=status)
     assert failure is not None
     assert (failure.cause, failure.in_a_row) == (f"status_{status}", 2)
@@ -133,5 +126,5 @@ def test_a_status_that_is_of_no_answer_and_no_error(status: int) -> None:
         (b'{"error":{"code":"4040"}}', 400),
     ],
 )
-def test_the_status_that_an_error_should_have_had(body: bytes, status: int) -> None:
+def test_the_status_that_an_error_should_have_had(body, status):
     assert whole_answer.status_of(body) == status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +27,14 @@ BLOCK_SIZE = 16
 
 def small_cluster(
     *,
-    num_workers: int,
-    num_replicas: int,
-    haproxy: bool | None = None,
-    speedup: float = 20.0,
-    drain_s: float = 2.0,
-    lease_ttl_s: float = 30.0,
-    reservation_ttl_s: float = 60.0,
-) -> Cluster:
+    num_workers,
+    num_replicas,
+    haproxy=None,
+    speedup=20.0,
+    drain_s=2.0,
+    lease_ttl_s=30.0,
+    reservation_ttl_s=60.0,
+):
     """A cluster, not started yet; the test is skipped if there is no Redis. Nothing in it lapses,
     because the machine is busy, unless told otherwise."""
     require_redis(default_kind())
@@ -61,13 +60,13 @@ def small_cluster(
     )
 
 
-def prompt(seed: int, num_tokens: int) -> bytes:
+def prompt(seed, num_tokens):
     """Raw token ids of a prompt that shares no block with the prompt of any other seed."""
     tokens = np.random.default_rng(seed).integers(0, 2**32, num_tokens, np.uint32)
     return tokens.astype("<u4").tobytes()
 
 
-def listens(url: str) -> bool:
+def listens(url):
     """Whether anything accepts connections on the port of `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -84,7 +83,7 @@ class Probe:
     http: httpx.AsyncClient
     redis: Any
 
-    async def route(self, tokens: bytes, **options: str) -> dict[str, Any]:
+    async def route(self, tokens, **options):
         """The answer of /v1/route, whose status must be 200."""
         response = await self.http.post(
             "/v1/route",
@@ -93,10 +92,9 @@ class Probe:
             headers={"content-type": "application/octet-stream"},
         )
         assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
+        return response.json()
 
-    async def complete(self, tokens: bytes, max_tokens: int = 4, **options: str) -> str:
+    async def complete(self, tokens, max_tokens=4, **options):
         """Run a request from routing to release. Returns the id of the worker it ran on."""
         choice = await self.route(tokens, **options)
         response = await self.http.post(
@@ -107,23 +105,21 @@ class Probe:
         )
         assert response.status_code == 200, response.text
         await self.release(choice["request_id"])
-        worker_id: str = choice["worker_id"]
-        return worker_id
+        return choice["worker_id"]
 
-    async def release(self, request_id: str) -> bool:
+    async def release(self, request_id):
         """Release a reservation. Returns whether there was one."""
         response = await self.http.delete(f"/v1/requests/{request_id}")
         assert response.status_code == 200, response.text
-        found: bool = response.json()["found"]
-        return found
+        return response.json()["found"]
 
-    async def workers(self) -> dict[str, dict[str, Any]]:
+    async def workers(self):
         """Worker id -> what /v1/workers reports of it; empty if the call fails."""
         response = await self.http.get("/v1/workers")
         found = response.json().get("workers", [])
         return {worker["worker_id"]: worker for worker in found}
 
-    async def overlaps(self, tokens: bytes) -> dict[str, int]:
+    async def overlaps(self, tokens):
         """Worker id -> leading blocks of the prompt that it holds; empty while degraded."""
         choice = await self.route(tokens, reserve="false", explain="true")
         if choice["degraded"]:
@@ -134,21 +130,21 @@ class Probe:
             if sum(c["overlap_blocks"].values())
         }
 
-    async def loads(self) -> dict[str, tuple[int, int, int]]:
+    async def loads(self):
         """Worker id -> requests, blocks and prefill tokens reserved on it."""
         return {
             name: (w["active_requests"], w["active_blocks"], w["prefill_tokens"])
             for name, w in (await self.workers()).items()
         }
 
-    async def reserved(self) -> set[str]:
+    async def reserved(self):
         """Request ids for which Redis holds a reservation."""
         ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
         return {request_id.decode() for request_id in ids}
 
-    async def index_entries(self) -> dict[int, int]:
+    async def index_entries(self):
         """Incarnation -> how many index entries it has; dead incarnations included."""
-        counts: dict[int, int] = {}
+        counts = {}
         pattern = self.cluster.keyspace.of_shard(0)["blocks:"].replace("{", r"\{") + "*"
         async for key in self.redis.scan_iter(match=pattern, count=1000):
             for owners in await self.redis.hvals(key):
@@ -156,21 +152,18 @@ class Probe:
                     counts[incarnation] = counts.get(incarnation, 0) + 1
         return counts
 
-    async def all_idle(self, num_workers: int) -> None:
+    async def all_idle(self, num_workers):
         """Wait until `num_workers` workers are live and nothing is reserved on any of them."""
         idle = [(0, 0, 0)] * num_workers
         await eventually(self.loads, lambda seen: list(seen.values()) == idle)
 
 
-OpenProbe = Callable[[Cluster], Probe]
-
-
 @pytest.fixture
-async def open_probe() -> AsyncIterator[OpenProbe]:
+async def open_probe():
     """Opens a `Probe` of a started cluster; it is closed at the end of the test."""
     async with AsyncExitStack() as stack:
 
-        def opened(cluster: Cluster) -> Probe:
+        def opened(cluster):
             http = httpx.AsyncClient(base_url=cluster.balancer_url, timeout=10.0)
             redis = Redis.from_url(cluster.redis_url)
             stack.push_async_callback(http.aclose)

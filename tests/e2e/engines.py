@@ -1,20 +1,14 @@
 """Engines with an agent beside each, as processes of their own, and what both say of a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
-
-import httpx
 
 from app.core.settings.agent import EngineAgentSettings
 from tests.fake_worker import NAMESPACE
@@ -26,13 +20,7 @@ ROOT = Path(__file__).parents[2]
 class Process:
     """A kvroute command, or another module; `url` is where it listens."""
 
-    def __init__(
-        self,
-        *arguments: str,
-        module: str = "app.cli",
-        command: Sequence[str] | None = None,
-        cwd: Path = ROOT,
-    ) -> None:
+    def __init__(self, *arguments, module="app.cli", command=None, cwd=ROOT):
         """command: another that is installed; None: the module, of this checkout."""
         self.popen = subprocess.Popen(
             [*(command or (sys.executable, "-m", module)), *arguments],
@@ -51,25 +39,25 @@ class Process:
         self._drain.start()
 
     @contextmanager
-    def ending(self) -> Iterator[Process]:
+    def ending(self):
         """At the end it is told to end."""
         try:
             yield self
         finally:
             self.end()
 
-    def _read(self) -> None:
+    def _read(self):
         assert self.popen.stderr is not None
         self.said = self.popen.stderr.read()
 
-    def end(self, number: int = signal.SIGTERM) -> None:
+    def end(self, number=signal.SIGTERM):
         self.popen.send_signal(number)
         with self.popen:
             self._drain.join(30)
 
 
 @contextmanager
-def engine(port: int = 0, **options: object) -> Iterator[Process]:
+def engine(port=0, **options):
     """The stand-in for engines, which computes at once. port: 0 takes a free one. options: of its
     command."""
     chosen = {"port": port, "prefill_s": 0.0, "token_s": 0.0} | options
@@ -80,9 +68,7 @@ def engine(port: int = 0, **options: object) -> Iterator[Process]:
 
 
 @contextmanager
-def agent(
-    engine_url: str, redis_url: str, memory: Path, worker_id: str = "e", more: Sequence[str] = ()
-) -> Iterator[Process]:
+def agent(engine_url, redis_url, memory, worker_id="e", more=()):
     process = Process(
         "agent",
         f"--engine-url={engine_url}",
@@ -98,9 +84,7 @@ def agent(
 
 
 @asynccontextmanager
-async def agent_here(
-    engine_url: str, redis_url: str, memory: Path, worker_id: str, **options: Any
-) -> AsyncIterator[None]:
+async def agent_here(engine_url, redis_url, memory, worker_id, **options):
     """The same in this process, which costs a second of CPU less. At the end it dies, as if
     killed."""
     settings = EngineAgentSettings(
@@ -123,16 +107,16 @@ async def agent_here(
 class SharedPrompts:
     """Prompts that share prefixes, seeded."""
 
-    def __init__(self, seed: int, longest: int = 300) -> None:
+    def __init__(self, seed, longest=300):
         self._random = random.Random(seed)
         self._longest = longest
-        self._told: list[list[int]] = []
+        self._told = []
 
     @property
-    def last(self) -> list[int]:
+    def last(self):
         return self._told[-1]
 
-    def next(self) -> list[int]:
+    def next(self):
         """A new prompt, or one told before that goes on or branches off."""
         choice = self._random
         begun = choice.choice(self._told) if self._told and choice.random() < 0.8 else []
@@ -143,19 +127,18 @@ class SharedPrompts:
         return prompt
 
 
-async def complete(engine: httpx.AsyncClient, model: str, prompt: Sequence[int]) -> int:
+async def complete(engine, model, prompt):
     """How many tokens of the prompt the engine says that it reused."""
     asked = {"model": model, "prompt": list(prompt), "max_tokens": 3, "ignore_eos": True}
     answer = await engine.post("/v1/completions", json=asked)
     assert answer.status_code == 200, answer.text
-    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return cached
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def overlap(router: httpx.AsyncClient, prompt: Sequence[int], worker_id: str = "e") -> int:
+async def overlap(router, prompt, worker_id="e"):
     """How many blocks of the prompt the router says that the worker holds."""
     asked = {"token_ids": list(prompt), "reserve": False, "explain": True}
-    answer: Any = (await router.post("/v1/route", json=asked)).json()
+    answer = (await router.post("/v1/route", json=asked)).json()
     candidates = answer["candidates"]
     [found] = [c for c in candidates if c["worker_id"] == worker_id]
     return sum(found["overlap_blocks"].values())

@@ -1,12 +1,8 @@
 """The users in deploy/users.acl may do what their part of a cluster needs, and no more."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -149,7 +145,7 @@ OUTSIDE_SCRIPTS = {
 short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
-def granted(role: str) -> tuple[set[str], set[str]]:
+def granted(role):
     """Key patterns and commands that the file grants a role."""
     [line] = [
         line.split()
@@ -163,12 +159,12 @@ def granted(role: str) -> tuple[set[str], set[str]]:
     return keys, commands
 
 
-def test_every_script_belongs_to_a_role() -> None:
+def test_every_script_belongs_to_a_role():
     assert set().union(*SCRIPTS.values()) == {path.stem for path in LUA.glob("*.lua")}
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role: str) -> None:
+def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role):
     called = {
         command.lower().replace("', '", "|")
         for name in SCRIPTS[role]
@@ -180,7 +176,7 @@ def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role: str)
     assert granted(role)[1] == called | to_run_them | ALWAYS | OUTSIDE_SCRIPTS[role]
 
 
-def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
+def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics():
     named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
     tags = {key.prefix: "{*#*}" if key.in_shard else "{*}" for key in KEYSPACE}
     assert granted("worker")[0] == {
@@ -189,7 +185,7 @@ def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics() -> None:
     } | {EVERY_RELEASES_MODELS}
 
 
-def test_one_substitution_confines_every_user_to_a_namespace() -> None:
+def test_one_substitution_confines_every_user_to_a_namespace():
     """The docs and deploy/redis.sh make it. The names of models are everybody's."""
     for role in ROLES:
         patterns = {
@@ -199,7 +195,7 @@ def test_one_substitution_confines_every_user_to_a_namespace() -> None:
     assert r"sed 's/{\*/{prod/g' deploy/users.acl" in PAGE.read_text()
 
 
-def test_an_operator_may_run_every_command_of_the_questions_in_the_docs() -> None:
+def test_an_operator_may_run_every_command_of_the_questions_in_the_docs():
     asked = {c.lower() for c in re.findall(r"\brc ([A-Z]+)", PAGE.read_text())}
     assert len(asked) > 8
     assert asked <= granted("operator")[1]
@@ -208,15 +204,15 @@ def test_an_operator_may_run_every_command_of_the_questions_in_the_docs() -> Non
 class Guarded:
     """A server with the users from the file; `admin` may do everything."""
 
-    def __init__(self, server: EmbeddedRedis) -> None:
+    def __init__(self, server):
         self.server = server
-        self.admin: Any = Redis.from_url(server.url)
+        self.admin = Redis.from_url(server.url)
 
-    def url(self, role: str) -> str:
+    def url(self, role):
         return f"redis://kvroute-{role}:{role}-secret@{LOOPBACK}:{self.server.port}"
 
 
-def add_users(admin: Any, namespace: str = "*") -> None:
+def add_users(admin, namespace="*"):
     """namespace: that the users are confined to."""
     for line in FILE.read_text().replace("{*", "{" + namespace).splitlines():
         _, name, *rules = line.split()
@@ -225,7 +221,7 @@ def add_users(admin: Any, namespace: str = "*") -> None:
             admin.execute_command("ACL", "SETUSER", name, *rules, f">{role}-secret")
 
 
-def denials(admin: Any) -> list[str]:
+def denials(admin):
     """What Redis has refused since its log was last reset, in words."""
     return [
         f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})"
@@ -234,7 +230,7 @@ def denials(admin: Any) -> list[str]:
 
 
 @pytest.fixture(params=each_kind(), scope="module")
-def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
+def guarded_server(request):
     with EmbeddedRedis(require_redis(request.param)) as server:
         found = Guarded(server)
         add_users(found.admin)
@@ -243,14 +239,14 @@ def guarded_server(request: pytest.FixtureRequest) -> Iterator[Guarded]:
 
 
 @pytest.fixture
-def guarded(guarded_server: Guarded) -> Guarded:
+def guarded(guarded_server):
     guarded_server.admin.flushall()
     guarded_server.admin.acl_log_reset()
     return guarded_server
 
 
 @pytest.fixture
-def confined(guarded: Guarded) -> Iterator[Guarded]:
+def confined(guarded):
     """With users that may reach the namespace of the tests alone."""
     for role in ROLES:
         guarded.admin.acl_setuser(f"kvroute-{role}", reset=True)
@@ -261,7 +257,7 @@ def confined(guarded: Guarded) -> Iterator[Guarded]:
     add_users(guarded.admin)
 
 
-def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_path: Path) -> None:
+def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_path):
     """`resetpass` keeps the roles out until they are given a password."""
     file = tmp_path / "users.acl"
     admin = "user admin on >secret ~* &* +@all\n"
@@ -290,8 +286,8 @@ def test_redis_loads_the_file_and_then_lets_nobody_in_without_a_password(tmp_pat
     ids=" ".join,
 )
 async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_what_was_lost(
-    guarded: Guarded, families: tuple[str, ...]
-) -> None:
+    guarded, families
+):
     async with world(
         guarded.server.url, agents_url=guarded.url("worker"), router_url=guarded.url("router")
     ) as cluster:
@@ -305,7 +301,7 @@ async def test_workers_and_routers_are_refused_nothing_even_while_they_replace_w
     assert denials(guarded.admin) == []
 
 
-async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
+async def test_a_routers_console_is_refused_nothing(guarded):
     api = "/console/api"
     async with (
         connect(guarded.url("worker")) as as_worker,
@@ -316,14 +312,14 @@ async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
         running = asyncio.ensure_future(agent.run())
         body = {"token_ids": list(range(64)), "request_id": "r1", "explain": True}
 
-        async def routed() -> int:
+        async def routed():
             return (await client.post("/v1/route", json=body)).status_code
 
         await eventually(routed, lambda status: status == 200)
         for path in ("overview", "workers", "workers/w0:0", "history", "events", "funnel"):
             assert (await client.get(f"{api}/{path}")).status_code == 200, path
 
-        async def explained() -> int:
+        async def explained():
             return (await client.get(f"{api}/explain/r1")).status_code
 
         await eventually(explained, lambda status: status == 200)
@@ -331,9 +327,8 @@ async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
         drained = await client.post(f"{api}/drain", json={"worker": "w0"}, headers=headers)
         assert drained.status_code == 200, drained.text
 
-        async def listed() -> list[Any]:
-            rows: list[Any] = (await client.get(f"{api}/decisions")).json()["rows"]
-            return rows
+        async def listed():
+            return (await client.get(f"{api}/decisions")).json()["rows"]
 
         # What was read before the decision was recorded is kept for a moment.
         await eventually(listed, bool)
@@ -343,7 +338,7 @@ async def test_a_routers_console_is_refused_nothing(guarded: Guarded) -> None:
     assert denials(guarded.admin) == []
 
 
-async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
+async def test_predictions_are_recorded_and_pruned(guarded):
     settings = RouterSettings(namespace=KEYS.namespace, prediction_ttl_s=1.0, reservation_ttl_s=1.0)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
         agents = [
@@ -365,10 +360,9 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
         await router.refresh()
         chain = [SequenceHash(n) for n in range(1, IN_FLIGHT_TOKENS + 1)]
 
-        async def told_of(worker: str, other: str, keys: str) -> None:
-            async def found() -> list[bytes]:
-                names: list[bytes] = guarded.admin.keys(keys)
-                return names
+        async def told_of(worker, other, keys):
+            async def found():
+                return guarded.admin.keys(keys)
 
             without = frozenset({other})
             asks = RouteRequest(worker, chain, IN_FLIGHT_TOKENS, "latency", exclude=without)
@@ -379,9 +373,8 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
         assert await router.release("w1")
         await told_of("w0", "w1", "*:predicted:*")
 
-        async def predicted() -> list[bytes]:
-            found: list[bytes] = guarded.admin.keys("*:predicted:*")
-            return found
+        async def predicted():
+            return guarded.admin.keys("*:predicted:*")
 
         # Pruning visits all buckets within 32 s.
         await eventually(predicted, lambda keys: not keys, within_s=60.0)
@@ -391,7 +384,7 @@ async def test_predictions_are_recorded_and_pruned(guarded: Guarded) -> None:
     assert denials(guarded.admin) == []
 
 
-async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -> None:
+async def test_requests_may_wait_and_sessions_are_remembered(guarded):
     settings = RouterSettings(namespace=KEYS.namespace, wait_queue=10, session_affinity=0.5)
     async with connect(guarded.url("worker")) as as_worker, connect(guarded.url("router")) as redis:
         agent = agent_of("w0", as_worker, WHOLE_TEST_S)
@@ -405,7 +398,7 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
         ]
         decisions = [asyncio.ensure_future(router.route(request)) for request in requests]
 
-        async def waiting() -> int:
+        async def waiting():
             return int(guarded.admin.zcard(KEYS["waiting:normal:"]))
 
         await eventually(waiting, lambda found: found == 2)
@@ -419,11 +412,11 @@ async def test_requests_may_wait_and_sessions_are_remembered(guarded: Guarded) -
     assert denials(guarded.admin) == []
 
 
-async def test_an_operator_may_inspect_and_reset(guarded: Guarded, tmp_path: Path) -> None:
+async def test_an_operator_may_inspect_and_reset(guarded, tmp_path):
     text = tmp_path / "prompt.json"
     text.write_text(str(PROMPTS[0]))
 
-    async def kvroute(role: str, *arguments: str) -> str:
+    async def kvroute(role, *arguments):
         where = ["--redis-url", guarded.url(role), "--namespace", KEYS.namespace]
         result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
         assert result.exit_code == 0, result.output
@@ -444,7 +437,7 @@ async def test_an_operator_may_inspect_and_reset(guarded: Guarded, tmp_path: Pat
     assert denials(guarded.admin) == []
 
 
-async def test_users_may_be_confined_to_one_namespace(confined: Guarded) -> None:
+async def test_users_may_be_confined_to_one_namespace(confined):
     url = confined.server.url
     as_worker, as_router = confined.url("worker"), confined.url("router")
     async with world(url, agents_url=as_worker, router_url=as_router) as cluster:
@@ -486,9 +479,7 @@ LOOP = "while true do end"
     ],
     ids=lambda command: " ".join(command[:2]).lower()[:12],
 )
-def test_an_operator_runs_no_script_and_nothing_that_blocks(
-    guarded: Guarded, command: tuple[str, ...]
-) -> None:
+def test_an_operator_runs_no_script_and_nothing_that_blocks(guarded, command):
     # Of COMMAND INFO, redis-py cannot read what an older Redis says of a command it does not have.
     refusal = NoPermissionError if command[0].lower() in guarded.admin.command() else ResponseError
     with Redis.from_url(guarded.url("operator")) as client, pytest.raises(refusal):
@@ -512,9 +503,7 @@ def test_an_operator_runs_no_script_and_nothing_that_blocks(
         "CLIENT KILL 1.2.3.4:5",
     ],
 )
-def test_no_role_may_run_admin_commands_or_reach_other_keys(
-    guarded: Guarded, role: str, command: str
-) -> None:
+def test_no_role_may_run_admin_commands_or_reach_other_keys(guarded, role, command):
     with (
         Redis.from_url(guarded.url(role)) as client,
         pytest.raises(NoPermissionError),
@@ -535,14 +524,14 @@ def test_no_role_may_run_admin_commands_or_reach_other_keys(
         ("operator", "DEL kvroute:1:{default}:load"),
     ],
 )
-def test_no_role_may_do_the_work_of_another(guarded: Guarded, role: str, command: str) -> None:
+def test_no_role_may_do_the_work_of_another(guarded, role, command):
     with Redis.from_url(guarded.url(role)) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command.split())
 
 
-async def test_the_same_users_suffice_on_a_redis_cluster() -> None:
+async def test_the_same_users_suffice_on_a_redis_cluster():
     with ClusterServers(default_kind()) as servers:
-        admins: list[Any] = [Redis.from_url(server.url) for server in servers.servers]
+        admins = [Redis.from_url(server.url) for server in servers.servers]
         for admin in admins:
             add_users(admin)
         urls = {

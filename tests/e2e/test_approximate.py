@@ -1,14 +1,8 @@
 """Engines that tell nothing of what they cache: what was routed there counts, for them alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import agent_here, engine
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
@@ -20,27 +14,25 @@ PROMPT = list(range(100, 180))
 """Five blocks."""
 
 
-async def workers_of(router: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
-    answer: Any = (await router.get("/v1/workers")).json()
+async def workers_of(router):
+    answer = (await router.get("/v1/workers")).json()
     return {worker["worker_id"]: worker for worker in answer["workers"]}
 
 
-async def ask(router: httpx.AsyncClient, model: str, prompt: list[int] | str) -> httpx.Response:
+async def ask(router, model, prompt):
     asked = {"model": model, "prompt": prompt, "max_tokens": 1}
     answer = await router.post("/v1/completions", json=asked)
     assert answer.status_code == 200, answer.text
     return answer
 
 
-def told(answer: httpx.Response) -> tuple[str, str, str]:
+def told(answer):
     """Where it went, and what was known of that."""
-    return tuple(answer.headers[f"x-kvroute-{name}"] for name in ("worker", "overlap", "trust"))  # type: ignore[return-value]
+    return tuple(answer.headers[f"x-kvroute-{name}"] for name in ("worker", "overlap", "trust"))
 
 
 @pytest.mark.slow
-async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(one_redis_server, tmp_path):
     url = one_redis_server.url
     with engine() as tells, engine(publishes=False) as silent:
         async with (
@@ -49,18 +41,18 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
             started_replica(url, show_decision=True) as router,
         ):
 
-            async def registered() -> dict[str, dict[str, Any]]:
+            async def registered():
                 return await workers_of(router)
 
             workers = await eventually(registered, lambda seen: len(seen) == 2)
             assert workers["exact"]["trust"] == "exact"
             assert "start it with --kv-events-config" in workers["guessed"]["trust_cause"]
 
-            async def held(worker: str) -> tuple[int, str]:
+            async def held(worker):
                 """Blocks that a worker is taken to hold, and how surely."""
                 other = {"exact": "guessed", "guessed": "exact"}[worker]
                 asked = {"token_ids": PROMPT, "reserve": False, "exclude": [other]}
-                answer: Any = (await router.post("/v1/route", json=asked)).json()
+                answer = (await router.post("/v1/route", json=asked)).json()
                 return sum(answer["overlap_blocks"].values()), answer["trust"]
 
             for worker, process in (("exact", tells), ("guessed", silent)):
@@ -77,9 +69,7 @@ async def test_a_fleet_of_both_kinds_knows_of_each_what_can_be_known(
 
 
 @pytest.mark.slow
-async def test_any_server_of_openais_api_is_a_worker(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_any_server_of_openais_api_is_a_worker(one_redis_server, tmp_path):
     redis_url = one_redis_server.url
     async with (
         fake_engine(kind="openai") as engine,
@@ -87,7 +77,7 @@ async def test_any_server_of_openais_api_is_a_worker(
         started_replica(redis_url, show_decision=True) as router,
     ):
 
-        async def registered() -> dict[str, dict[str, Any]]:
+        async def registered():
             return await workers_of(router)
 
         workers = await eventually(registered)

@@ -1,7 +1,5 @@
 """Hostile input from raw connections harms neither a cluster nor its other callers."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -16,7 +14,7 @@ from app.local.cluster import Cluster
 from app.tokens.renderer import REMEMBERED_BYTES
 from tests.attack.attack import CONNECTIONS, PATIENCE_S, SLOW_S, Attack, Target, answering
 from tests.attack.inputs import Surface
-from tests.e2e.conftest import BLOCK_SIZE, OpenProbe, Probe, prompt
+from tests.e2e.conftest import BLOCK_SIZE, prompt
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_binary, require_redis
 
@@ -38,14 +36,14 @@ LONG_TEXTS, MOST_MB = 16, 400.0
 """Texts of 3 MB at once, and the memory that a replica may have with them."""
 
 
-def probed(cluster: Cluster) -> list[str]:
+def probed(cluster):
     """Where every part of a cluster says that it is well."""
     fronts = [cluster.balancer_url, *(member.url for member in cluster.routers)]
     urls = [f"{url}{path}" for url in fronts for path in ("/health", "/readiness")]
     return urls + [f"{member.url}/health" for member in cluster.workers]
 
 
-def processes(cluster: Cluster) -> dict[str, Path]:
+def processes(cluster):
     """Name of each process of the cluster -> where /proc has it."""
     pids = {member.name: member.process.pid for member in cluster.members}
     assert cluster.redis is not None
@@ -54,13 +52,13 @@ def processes(cluster: Cluster) -> dict[str, Path]:
     return {name: Path(f"/proc/{pid}") for name, pid in pids.items()}
 
 
-def peak_mb(pid: int) -> float:
+def peak_mb(pid):
     """The most resident memory that a process has had."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
 
 
-def memory_mb(cluster: Cluster) -> dict[str, float]:
+def memory_mb(cluster):
     """Resident memory of each process."""
     page = os.sysconf("SC_PAGE_SIZE") / 1e6
     return {
@@ -69,11 +67,11 @@ def memory_mb(cluster: Cluster) -> dict[str, float]:
     }
 
 
-async def descriptors(cluster: Cluster) -> dict[str, int]:
+async def descriptors(cluster):
     return {name: len(os.listdir(path / "fd")) for name, path in processes(cluster).items()}
 
 
-async def verified(cluster: Cluster) -> str:
+async def verified(cluster):
     """What `kvroute inspect verify` prints; it must succeed."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "app.cli", "inspect", "verify"),
@@ -86,9 +84,7 @@ async def verified(cluster: Cluster) -> str:
     return text.decode()
 
 
-def attacked_cluster(
-    num_workers: int, num_replicas: int, *, haproxy: bool | None, api_key: str = ""
-) -> Cluster:
+def attacked_cluster(num_workers, num_replicas, *, haproxy, api_key=""):
     require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
@@ -114,7 +110,7 @@ def attacked_cluster(
     )
 
 
-def doors_of(cluster: Cluster, drawn: int) -> list[Target]:
+def doors_of(cluster, drawn):
     """The front doors of the balancer and of every router."""
     surface = Surface.of_door(cluster.model, drawn, SEED)
     return [
@@ -123,9 +119,7 @@ def doors_of(cluster: Cluster, drawn: int) -> list[Target]:
     ]
 
 
-async def targets_of(
-    cluster: Cluster, probe: Probe, drawn: int, holder: str | None = None
-) -> list[Target]:
+async def targets_of(cluster, probe, drawn, holder=None):
     """The balancer, every router and a worker other than `holder`.
 
     What a worker under attack had cached is evicted: prompts that it serves fill it seven times.
@@ -140,12 +134,12 @@ async def targets_of(
     ]
 
 
-async def settled(cluster: Cluster, probe: Probe) -> None:
+async def settled(cluster, probe):
     """Nothing is left of any request, and no process has ended."""
     await probe.all_idle(len(cluster.workers))
     await eventually(probe.reserved, lambda ids: not ids)
 
-    async def at_work() -> int:
+    async def at_work():
         reported = (await probe.workers()).values()
         return sum(w["kv_active_blocks"] + w["num_requests_waiting"] for w in reported)
 
@@ -153,9 +147,7 @@ async def settled(cluster: Cluster, probe: Probe) -> None:
     assert cluster.ended() == {}
 
 
-async def test_a_few_hostile_inputs_do_no_harm(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_few_hostile_inputs_do_no_harm(open_probe, capfd):
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         probe = open_probe(cluster)
         for targets in (await targets_of(cluster, probe, drawn=20), doors_of(cluster, drawn=20)):
@@ -173,9 +165,7 @@ async def test_a_few_hostile_inputs_do_no_harm(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("at_doors", [False, True])
-async def test_ten_thousand_hostile_inputs_do_no_harm(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str], at_doors: bool
-) -> None:
+async def test_ten_thousand_hostile_inputs_do_no_harm(open_probe, capfd, at_doors):
     require_binary("haproxy")
     with attacked_cluster(2, 2, haproxy=True) as cluster:
         probe = open_probe(cluster)
@@ -225,13 +215,13 @@ async def test_ten_thousand_hostile_inputs_do_no_harm(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_long_texts_of_many_callers_take_little_memory(open_probe: OpenProbe) -> None:
+async def test_long_texts_of_many_callers_take_little_memory(open_probe):
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         http = open_probe(cluster).http
         url = f"{cluster.routers[0].url}/v1/completions"
         words = {"model": cluster.model, "max_tokens": 1, "prompt": "word after word " * 190_000}
 
-        async def ask(prompt: str) -> int:
+        async def ask(prompt):
             answer = await http.post(url, json=words | {"prompt": prompt}, timeout=300.0)
             return answer.status_code
 
@@ -243,7 +233,7 @@ async def test_long_texts_of_many_callers_take_little_memory(open_probe: OpenPro
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_the_attack_as_a_program_finds_nothing_that_should_not_come_back() -> None:
+async def test_the_attack_as_a_program_finds_nothing_that_should_not_come_back():
     with attacked_cluster(1, 1, haproxy=None, api_key="secret") as cluster:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.attack", cluster.balancer_url, "--key=secret"),

@@ -1,20 +1,14 @@
 """Agents that are killed or frozen while their engines are well, as processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 
-import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_away_agents import away, until_away
-from tests.e2e.engines import Process, agent, engine, overlap
+from tests.e2e.engines import agent, engine, overlap
 from tests.eventually import eventually
 from tests.redis_servers import stopped
 
@@ -24,30 +18,30 @@ from tests.redis_servers import stopped
 class Fleet:
     """Engines `e0`, `e1` …, each with an agent beside it."""
 
-    def __init__(self, redis_url: str, memory: Path, number: int) -> None:
+    def __init__(self, redis_url, memory, number):
         self.redis_url, self.memory = redis_url, memory
-        self.engines: list[Process] = []
-        self.agents: list[Process] = []
+        self.engines = []
+        self.agents = []
         self._number = number
         self._stack = ExitStack()
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self):
         for number in range(self._number):
             one = self._stack.enter_context(engine())
             self.engines.append(one)
             self.agents.append(self.begin_agent(number))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stack.close()
 
-    def begin_agent(self, number: int, *more: str) -> Process:
+    def begin_agent(self, number, *more):
         url = self.engines[number].url
         beside = agent(url, self.redis_url, self.memory, worker_id=f"e{number}", more=more)
         return self._stack.enter_context(beside)
 
 
-async def ask(client: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
+async def ask(client, prompt):
     body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     return await client.post("/v1/completions", json=body)
 
@@ -55,18 +49,18 @@ async def ask(client: httpx.AsyncClient, prompt: list[int]) -> httpx.Response:
 class Clients:
     """Ask without a pause, until told to end; statuses: what came of it."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
+    def __init__(self, client):
         self.statuses = Counter[int]()
         self._client = client
 
-    async def run(self, number: int) -> None:
+    async def run(self, number):
         while True:
             answer = await ask(self._client, [number, *range(60)])
             self.statuses[answer.status_code] += 1
 
 
 @asynccontextmanager
-async def asking(client: httpx.AsyncClient) -> AsyncIterator[Clients]:
+async def asking(client):
     clients = Clients(client)
     tasks = [asyncio.create_task(clients.run(number)) for number in range(4)]
     try:
@@ -79,8 +73,8 @@ async def asking(client: httpx.AsyncClient) -> AsyncIterator[Clients]:
 
 @pytest.mark.slow
 async def test_no_request_fails_while_all_agents_are_killed_and_begun_anew(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url = one_redis_server.url
     with Fleet(url, tmp_path, 2) as fleet:
         async with replica(url) as client:
@@ -105,8 +99,8 @@ async def test_no_request_fails_while_all_agents_are_killed_and_begun_anew(
 
 @pytest.mark.slow
 async def test_a_frozen_agent_goes_on_as_it_was_and_knows_what_its_engine_holds(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url, prompt = one_redis_server.url, list(range(100, 260))
     with Fleet(url, tmp_path, 1) as fleet:
         async with replica(url) as client:
@@ -119,7 +113,7 @@ async def test_a_frozen_agent_goes_on_as_it_was_and_knows_what_its_engine_holds(
             await until_away(client)
             assert await incarnations(client) == incarnation
 
-            async def trusted() -> str:
+            async def trusted():
                 return (await ask(client, prompt)).headers["x-kvroute-trust"]
 
             await eventually(trusted, lambda trust: trust == "exact")
@@ -128,8 +122,8 @@ async def test_a_frozen_agent_goes_on_as_it_was_and_knows_what_its_engine_holds(
 
 @pytest.mark.slow
 async def test_an_agent_that_says_goodbye_takes_its_worker_along_unless_the_engine_is_kept(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url, prompt = one_redis_server.url, list(range(100, 260))
     with Fleet(url, tmp_path, 2) as fleet:
         async with replica(url) as client:
@@ -151,9 +145,7 @@ async def test_an_agent_that_says_goodbye_takes_its_worker_along_unless_the_engi
 
 
 @pytest.mark.slow
-async def test_an_engine_that_is_killed_after_its_agent_is_gone(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_is_killed_after_its_agent_is_gone(one_redis_server, tmp_path):
     url = one_redis_server.url
     with Fleet(url, tmp_path, 2) as fleet:
         async with replica(url) as client:
@@ -168,11 +160,11 @@ async def test_an_engine_that_is_killed_after_its_agent_is_gone(
             assert clients.statuses[503] == 0
 
 
-async def total(clients: Clients) -> int:
+async def total(clients):
     return clients.statuses.total()
 
 
-async def incarnations(client: httpx.AsyncClient) -> dict[str, int]:
+async def incarnations(client):
     """Of the workers in service."""
     found = (await client.get("/v1/workers")).json()["workers"]
     return {one["worker_id"]: one["incarnation"] for one in found}

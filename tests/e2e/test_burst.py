@@ -1,7 +1,5 @@
 """N replicas place a burst as well as one does, which is what the shared state is for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -9,13 +7,10 @@ from statistics import median
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
-from app.core.types import SequenceHash
-from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.decider import MAX_TRIES
 from app.router.fleet import Fleet
@@ -33,7 +28,7 @@ SUFFIX_BLOCKS = 20
 ALLOWED_DIFFERENCE = 2
 
 
-async def ended(task: asyncio.Task[None]) -> None:
+async def ended(task):
     task.cancel()
     await asyncio.wait([task])
 
@@ -41,12 +36,12 @@ async def ended(task: asyncio.Task[None]) -> None:
 class Replicas:
     """Routers in one event loop, which look at the same moment, as replicas rarely do."""
 
-    def __init__(self, url: str, count: int) -> None:
+    def __init__(self, url, count):
         self._url = url
         self._count = count
-        self.routers: list[Router] = []
+        self.routers = []
 
-    async def __aenter__(self) -> Replicas:
+    async def __aenter__(self):
         async with AsyncExitStack() as stack:
             for seed in range(self._count):
                 redis = await stack.enter_async_context(connect(self._url))
@@ -61,10 +56,10 @@ class Replicas:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self._stack.aclose()
 
-    async def place(self, requests: list[RouteRequest]) -> Counter[str]:
+    async def place(self, requests):
         """How many requests each worker gets. They are sent at once, to the replicas in turn."""
         decisions = await asyncio.gather(
             *(self.routers[i % self._count].route(r) for i, r in enumerate(requests))
@@ -75,11 +70,11 @@ class Replicas:
         return Counter(d.worker.key.worker_id for d in decisions)
 
 
-def burst(seed: int) -> tuple[list[SequenceHash], list[RouteRequest]]:
+def burst(seed):
     """The blocks of the common prefix, and the requests."""
     rng = np.random.default_rng(seed)
 
-    def tokens(blocks: int) -> bytes:
+    def tokens(blocks):
         return rng.integers(0, 2**32, blocks * BLOCK_SIZE, np.uint32).astype("<u4").tobytes()
 
     prefix = tokens(PREFIX_BLOCKS)
@@ -93,11 +88,11 @@ def burst(seed: int) -> tuple[list[SequenceHash], list[RouteRequest]]:
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 async def test_replicas_that_look_at_the_same_moment_do_not_overload_the_owner(
-    count: int, one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    count, one_redis_server, redis
+):
     holders = Holders(ScriptRunner(redis, timeout_s=5.0), KEYS)
     await holders.register(NUM_WORKERS)
-    on_owner: dict[int, list[int]] = {1: [], count: []}
+    on_owner = {1: [], count: []}
     for replicas_now in on_owner:
         async with Replicas(one_redis_server.url, replicas_now) as replicas:
             for seed in range(5):

@@ -1,12 +1,7 @@
 """Each process is told to end at any moment, among all that its tasks wait for."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,6 @@ from app.core.settings.worker import WorkerSettings
 from app.edge import app as edge
 from app.gateway.processor import serve as serve_picker
 from app.http.server import listen
-from app.local.redis_server import EmbeddedRedis
 from app.planner import main as planner
 from app.router import routers
 from tests.cancelling import cancel_often
@@ -29,7 +23,7 @@ from workers.bridge import follower
 from workers.discovery import dns, file
 
 
-async def lifespan_alone(app: Any, *_: object, **__: object) -> None:
+async def lifespan_alone(app, *_, **__):
     """Stands for the server of HTTP, whose stop takes two tenths of a second each time."""
     router = getattr(app, "router", None)
     async with nullcontext() if router is None else router.lifespan_context(app):
@@ -37,7 +31,7 @@ async def lifespan_alone(app: Any, *_: object, **__: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     """Tasks that sleep are cancelled easily: they look more often than as a rule."""
     monkeypatch.setattr(edge, "serve", lifespan_alone)
     for process in (worker, engine_agent, planner):
@@ -49,18 +43,18 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "LOOK_S", 0.0)
 
 
-async def router(**common: Any) -> None:
+async def router(**common):
     with listen("127.0.0.1", 0) as listening:
         await edge.serve_router(RouterSettings(**common), listening)
 
 
-async def picker(**common: Any) -> None:
+async def picker(**common):
     with listen("127.0.0.1", 0) as listening:
         await serve_picker(PickerSettings(grpc_port=0, **common), listening)
 
 
-def agent(**more: Any) -> Callable[..., Awaitable[None]]:
-    async def serve(engine: str, folder: Path, **common: Any) -> None:
+def agent(**more):
+    async def serve(engine, folder, **common):
         told = {name: text.format(engine=engine, folder=folder) for name, text in more.items()}
         settings = EngineAgentSettings(port=0, memory_folder=str(folder), **common, **told)
         await engine_agent.serve(settings)
@@ -68,7 +62,7 @@ def agent(**more: Any) -> Callable[..., Awaitable[None]]:
     return serve
 
 
-ROWS: dict[str, Callable[..., Awaitable[None]]] = {
+ROWS = {
     "router": router,
     "picker": picker,
     "worker": lambda **common: worker.serve(WorkerSettings(worker_id="w", port=0, **common)),
@@ -82,10 +76,8 @@ ROWS: dict[str, Callable[..., Awaitable[None]]] = {
 # Where closing itself is cancelled, the garbage collector closes.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("process", ROWS)
-async def test_no_stop_is_lost(
-    process: str, one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
-    common: dict[str, Any] = {"redis_url": one_redis_server.url, "namespace": NAMESPACE}
+async def test_no_stop_is_lost(process, one_redis_server, tmp_path):
+    common = {"redis_url": one_redis_server.url, "namespace": NAMESPACE}
     async with fake_engine() as engine:
         if process.startswith("agent"):
             address = engine.url.removeprefix("http://")

@@ -1,19 +1,14 @@
 """deploy/cells.cfg: which cell a request goes to."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from app.local.cluster import Cluster
 from app.local.redis_server import LOOPBACK, free_port
 from tests.e2e.conftest import small_cluster
 from tests.e2e.test_haproxy import Replica, haproxy
@@ -27,7 +22,7 @@ SYSTEM = {"role": "system", "content": "Be brief. " * 800}
 
 
 @asynccontextmanager
-async def in_front_of(ports: Sequence[int], folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def in_front_of(ports, folder):
     """A client of the balancer in front of cells that listen on these ports."""
     lines = (f"    server cell{n} {LOOPBACK}:{port}\n" for n, port in enumerate(ports))
     config, port = folder / "cells.cfg", free_port()
@@ -38,7 +33,7 @@ async def in_front_of(ports: Sequence[int], folder: Path) -> AsyncIterator[httpx
 
 
 @pytest.fixture
-async def cells() -> AsyncIterator[list[Replica]]:
+async def cells():
     """Two, each of which answers with its port."""
     async with AsyncExitStack() as stack:
         pair = [Replica(), Replica()]
@@ -49,14 +44,14 @@ async def cells() -> AsyncIterator[list[Replica]]:
 
 
 @pytest.fixture
-async def client(cells: list[Replica], tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def client(cells, tmp_path):
     async with in_front_of([cell.port for cell in cells], tmp_path) as client:
         yield client
 
 
-def chat(number: int, turns: int, *, system: bool = True) -> list[dict[str, str]]:
+def chat(number, turns, *, system=True):
     """A conversation with so many answers."""
-    said: list[dict[str, str]] = [SYSTEM] if system else []
+    said = [SYSTEM] if system else []
     said.append({"role": "user", "content": f"question {number} " * 100})
     for turn in range(turns):
         said.append({"role": "assistant", "content": f"answer {number} {turn}"})
@@ -64,17 +59,17 @@ def chat(number: int, turns: int, *, system: bool = True) -> list[dict[str, str]
     return said
 
 
-def path_of(body: dict[str, Any]) -> str:
+def path_of(body):
     return "/v1/responses" if "input" in body else COMPLETIONS if "prompt" in body else CHATS
 
 
-async def cell_of(client: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> str:
+async def cell_of(client, body, **headers):
     answer = await client.post(path_of(body), json=body, headers=headers)
     assert answer.status_code == 200
     return answer.text
 
 
-def in_form(form: str, said: list[dict[str, str]]) -> dict[str, Any]:
+def in_form(form, said):
     """The members of a request that say a conversation in one of the forms that APIs have."""
     if form == "ids":
         return {"prompt": [ord(letter) for message in said for letter in message["content"]]}
@@ -87,22 +82,18 @@ def in_form(form: str, said: list[dict[str, str]]) -> dict[str, Any]:
 @pytest.mark.parametrize("system", [True, False])
 @pytest.mark.parametrize("form", ["messages", "messages of parts", "input", "input of parts"])
 async def test_the_turns_of_a_conversation_share_a_cell_and_conversations_share_cells(
-    client: httpx.AsyncClient, cells: list[Replica], form: str, system: bool
-) -> None:
+    client, cells, form, system
+):
     await check_cells(client, cells, form, system=system)
 
 
-async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(
-    client: httpx.AsyncClient, cells: list[Replica]
-) -> None:
+async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(client, cells):
     await check_cells(client, cells, "ids", system=False)
 
 
-async def check_cells(
-    client: httpx.AsyncClient, cells: list[Replica], form: str, *, system: bool
-) -> None:
+async def check_cells(client, cells, form, *, system):
     """All turns of a conversation go to one cell, and each cell has some conversations."""
-    chosen: Counter[str] = Counter()
+    chosen = Counter()
     for number in range(24):
         turns = [
             {"model": "m"} | in_form(form, chat(number, turn, system=system)) | {"n": turn}
@@ -114,10 +105,8 @@ async def check_cells(
 
 
 @pytest.mark.parametrize("named", ["header", "session_id", "prompt_cache_key"])
-async def test_a_named_session_goes_before_what_is_said(
-    client: httpx.AsyncClient, named: str
-) -> None:
-    async def ask(session: str, number: int) -> str:
+async def test_a_named_session_goes_before_what_is_said(client, named):
+    async def ask(session, number):
         body = {"model": "m", "messages": chat(number, 0)}
         if named == "header":
             return await cell_of(client, body, **{"X-Session-ID": session})
@@ -128,15 +117,13 @@ async def test_a_named_session_goes_before_what_is_said(
     assert len(set.union(*chosen)) == 2
 
 
-async def test_a_cell_gets_little_more_than_its_share_of_one_hot_session(
-    client: httpx.AsyncClient, cells: list[Replica]
-) -> None:
+async def test_a_cell_gets_little_more_than_its_share_of_one_hot_session(client, cells):
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         for _ in range(16):
             headers = {"X-Session-ID": "hot"}
             group.create_task(client.post("/hold", json={}, headers=headers))
 
-        async def held() -> list[int]:
+        async def held():
             return sorted(cell.held for cell in cells)
 
         # The bound of its half is 12; without one it would have all 16.
@@ -145,9 +132,7 @@ async def test_a_cell_gets_little_more_than_its_share_of_one_hot_session(
             cell.go.set()
 
 
-async def test_a_cell_that_has_no_room_is_not_the_last_word(
-    client: httpx.AsyncClient, cells: list[Replica]
-) -> None:
+async def test_a_cell_that_has_no_room_is_not_the_last_word(client, cells):
     body = {"model": "m", "messages": chat(0, 0)}
     usual = await cell_of(client, body)
     full, other = sorted(cells, key=lambda cell: str(cell.port) != usual)
@@ -164,9 +149,7 @@ async def test_a_cell_that_has_no_room_is_not_the_last_word(
 
 
 @pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Busy", b"429 Busy", b"504 Late"])
-async def test_what_a_cells_engines_had_is_carried_out_by_no_other_cell(
-    client: httpx.AsyncClient, cells: list[Replica], status: bytes
-) -> None:
+async def test_what_a_cells_engines_had_is_carried_out_by_no_other_cell(client, cells, status):
     for cell in cells:
         cell.refuses = status
     answer = await client.post(CHATS, json={"model": "m", "messages": chat(0, 0)})
@@ -174,9 +157,7 @@ async def test_what_a_cells_engines_had_is_carried_out_by_no_other_cell(
     assert sum(cell.num_bodies for cell in cells) == 1
 
 
-async def test_a_cell_that_is_gone_is_replaced_by_the_next(
-    client: httpx.AsyncClient, cells: list[Replica]
-) -> None:
+async def test_a_cell_that_is_gone_is_replaced_by_the_next(client, cells):
     body = {"model": "m", "messages": chat(0, 0)}
     usual = await cell_of(client, body)
     gone, other = sorted(cells, key=lambda cell: str(cell.port) != usual)
@@ -191,22 +172,20 @@ async def test_a_cell_that_is_gone_is_replaced_by_the_next(
         *("/v1/%72oute", "/%76%31/route?a=b", "/v1%2Froute", "/v1/re%71uests/r/release"),
     ],
 )
-async def test_reservations_are_made_at_a_cell(client: httpx.AsyncClient, path: str) -> None:
+async def test_reservations_are_made_at_a_cell(client, path):
     answer = await client.post(path, json={"token_ids": [1, 2, 3]})
     assert answer.status_code == 501
     assert answer.json()["error"]["code"] == "one_cell_only"
 
 
-async def decisions_of(cluster: Cluster) -> float:
+async def decisions_of(cluster):
     async with httpx.AsyncClient() as own:
         scraped = await own.get(f"{cluster.routers[0].url}/metrics")
     counted = re.findall(r"kvroute_decisions_total{.*} ([0-9.]+)", scraped.text)
     return sum(map(float, counted))
 
 
-async def test_two_real_cells_keep_conversations_apart_and_stand_in_for_each_other(
-    tmp_path: Path,
-) -> None:
+async def test_two_real_cells_keep_conversations_apart_and_stand_in_for_each_other(tmp_path):
     require_binary("haproxy")
     with (
         small_cluster(num_workers=1, num_replicas=1) as first,
@@ -215,7 +194,7 @@ async def test_two_real_cells_keep_conversations_apart_and_stand_in_for_each_oth
         ports = [int(cluster.balancer_url.rpartition(":")[2]) for cluster in (first, second)]
         async with in_front_of(ports, tmp_path) as client:
 
-            async def turn(number: int, turns: int) -> int:
+            async def turn(number, turns):
                 body = {"model": first.model, "messages": chat(number, turns, system=False)}
                 answer = await client.post(CHATS, json=body | {"max_tokens": 2})
                 assert answer.status_code == 200, answer.text

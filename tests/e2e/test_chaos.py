@@ -5,18 +5,14 @@ are killed and paused and Redis fails over, in an order drawn from a seed. The w
 router and worker is hours off, each by a different amount: only the Redis clock may count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import pytest
@@ -26,12 +22,10 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import MODELS
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.local.cluster import Cluster, Member
-from app.local.redis_server import EmbeddedRedis
+from app.local.cluster import Cluster
 from app.ops import verify, workers
-from app.state.client import RedisClient
 from app.state.connect import connect
-from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind, Outcome
+from loadtest.client import TOKENS_TYPE, ClusterClient, FailureKind
 from loadtest.topologies import SERVICE
 from tests.e2e.conftest import BLOCK_SIZE, LEASE_TTL_S, prompt
 from tests.eventually import eventually
@@ -84,7 +78,7 @@ time.time_ns = lambda: _time_ns() + int(_ahead_s * 1e9)
 
 
 @pytest.fixture
-def shifted_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shifted_clocks(tmp_path, monkeypatch):
     """Gives each process of a cluster started from now on its own wrong wall clock."""
     (tmp_path / "sitecustomize.py").write_text(SHIFTED_CLOCK)
     # These processes get our import path.
@@ -94,16 +88,10 @@ def shifted_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Traffic:
     """Polite and rude callers of a cluster, until `stop`."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        seed: int,
-        http: aiohttp.ClientSession,
-        balanced: ClusterClient,
-    ) -> None:
-        self.answers: Counter[tuple[int, str]] = Counter()
+    def __init__(self, cluster, seed, http, balanced):
+        self.answers = Counter()
         """What routers answered rude callers: status, and code of the error."""
-        self.outcomes: list[Outcome] = []
+        self.outcomes = []
         """Of the requests of polite callers."""
         self._cluster = cluster
         self._rng = random.Random(seed)
@@ -112,26 +100,26 @@ class Traffic:
         self._stopping = False
         self._num_ids = 0
 
-    def stop(self) -> None:
+    def stop(self):
         self._stopping = True
 
-    async def wait_for_more(self, count: int) -> None:
+    async def wait_for_more(self, count):
         """Wait until `count` more calls have been answered."""
 
-        async def answered() -> int:
+        async def answered():
             return self.answers.total() + len(self.outcomes)
 
         enough = await answered() + count
         await eventually(answered, lambda seen: seen >= enough, within_s=RECOVERY_S)
 
-    async def call_politely(self) -> None:
+    async def call_politely(self):
         """Send requests through the balancer, from routing to release, as a good client does."""
         while not self._stopping:
             self.outcomes.append(
                 await self._balanced.send(self._new_id(), self._prompt, output_tokens=20)
             )
 
-    async def call_rudely(self) -> None:
+    async def call_rudely(self):
         """Call random replicas, in ways that no client should."""
         misuses = [
             self._release_twice,
@@ -144,50 +132,50 @@ class Traffic:
         while not self._stopping:
             await self._rng.choice(misuses)(self._new_id())
 
-    async def _release_twice(self, request: str) -> None:
+    async def _release_twice(self, request):
         await self._route(request)
         await self._prefill_complete(request)
         await asyncio.gather(self._release(request), self._release(request))
         await asyncio.gather(self._prefill_complete(request), self._release(request))
 
-    async def _release_late(self, request: str) -> None:
+    async def _release_late(self, request):
         await self._route(request)
         await asyncio.sleep(RESERVATION_TTL_S * self._rng.uniform(0.8, 1.2))
         await self._prefill_complete(request)
         await self._release(request)
 
-    async def _release_too_early(self, request: str) -> None:
+    async def _release_too_early(self, request):
         await asyncio.gather(self._release(request), self._route(request))
         await asyncio.gather(self._prefill_complete(request), self._release(request))
 
-    async def _route_everywhere(self, request: str) -> None:
+    async def _route_everywhere(self, request):
         await asyncio.gather(*(self._route(request) for _ in range(3)))
         await self._prefill_complete(request)
         await asyncio.gather(self._route(request), self._release(request))
         await self._route(request)
         await self._release(request)
 
-    async def _hang_up(self, request: str) -> None:
+    async def _hang_up(self, request):
         routing = asyncio.ensure_future(self._route(request))
         await asyncio.wait([routing], timeout=self._rng.uniform(0, 0.01))
         routing.cancel()
         await asyncio.wait([routing])
 
-    async def _forget(self, request: str) -> None:
+    async def _forget(self, request):
         await self._route(request)
         if self._rng.random() < 0.5:
             await self._prefill_complete(request)
 
-    async def _route(self, request: str) -> None:
+    async def _route(self, request):
         await self._call("POST", f"/v1/route?request_id={request}", self._prompt())
 
-    async def _prefill_complete(self, request: str) -> None:
+    async def _prefill_complete(self, request):
         await self._call("POST", f"/v1/requests/{request}/prefill_complete")
 
-    async def _release(self, request: str) -> None:
+    async def _release(self, request):
         await self._call("DELETE", f"/v1/requests/{request}")
 
-    async def _call(self, method: str, path: str, body: bytes = b"") -> None:
+    async def _call(self, method, path, body=b""):
         """Call random replicas until one answers. Raises TimeoutError after ANSWER_S."""
         async with asyncio.timeout(ANSWER_S):
             while True:
@@ -204,10 +192,10 @@ class Traffic:
                         return
                 await asyncio.sleep(0.05)
 
-    def _prompt(self) -> bytes:
+    def _prompt(self):
         return prompt(self._rng.randrange(NUM_PROMPTS), PROMPT_TOKENS)
 
-    def _new_id(self) -> str:
+    def _new_id(self):
         self._num_ids += 1
         return f"chaos-{self._num_ids}"
 
@@ -215,15 +203,13 @@ class Traffic:
 class Trouble:
     """Causes failures, and undoes each after callers have been answered in spite of it."""
 
-    def __init__(
-        self, cluster: Cluster, servers: SentinelServers, traffic: Traffic, seed: int
-    ) -> None:
+    def __init__(self, cluster, servers, traffic, seed):
         self._cluster = cluster
         self._servers = servers
         self._traffic = traffic
         self._rng = random.Random(seed)
 
-    async def disrupt_processes(self, count: int) -> None:
+    async def disrupt_processes(self, count):
         """Kill or pause `count` routers and workers, one after another."""
         for disrupt in self._shuffled([self._kill, self._stop], count):
             members, start = self._rng.choice(
@@ -235,7 +221,7 @@ class Trouble:
             await disrupt(members, start)
             await self._pause()
 
-    async def disrupt_redis(self, count: int) -> None:
+    async def disrupt_redis(self, count):
         """Make the other server the master, `count` times."""
         kinds = [self._kill_master, self._stop_master, self._hand_over]
         for disrupt in self._shuffled(kinds, count):
@@ -243,59 +229,59 @@ class Trouble:
             await eventually(self._is_in_step, within_s=RECOVERY_S)
             await self._pause()
 
-    def _shuffled(self, kinds: list[T], count: int) -> list[T]:
+    def _shuffled(self, kinds, count):
         """`count` of them in random order, each kind as often as the others."""
         drawn = (kinds * -(-count // len(kinds)))[:count]
         self._rng.shuffle(drawn)
         return drawn
 
-    async def _pause(self) -> None:
+    async def _pause(self):
         """A short pause or a long one, equally often."""
         await self._traffic.wait_for_more(self._rng.choice(PAUSES))
 
-    async def _kill(self, members: list[Member], start: Callable[[int], Member]) -> None:
+    async def _kill(self, members, start):
         member = members.pop(self._rng.randrange(len(members)))
         member.process.kill()
         member.process.wait()
         await self._pause()
         start(int(member.name[-1]))
 
-    async def _stop(self, members: list[Member], _: Callable[[int], Member]) -> None:
+    async def _stop(self, members, _):
         member = self._rng.choice(members)
         with stopped(member.process.pid):
             await self._pause()
 
-    async def _kill_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
+    async def _kill_master(self, master, successor):
         master.kill()
         await eventually(partial(self._is_master, successor), within_s=RECOVERY_S)
         await self._pause()
         await asyncio.to_thread(master.start)
 
-    async def _stop_master(self, master: EmbeddedRedis, successor: EmbeddedRedis) -> None:
+    async def _stop_master(self, master, successor):
         """Once resumed, it considers itself the master until a sentinel makes it a replica."""
         assert master.pid is not None
         with stopped(master.pid):
             await eventually(partial(self._is_master, successor), within_s=RECOVERY_S)
             await self._pause()
 
-    async def _hand_over(self, _: EmbeddedRedis, __: EmbeddedRedis) -> None:
+    async def _hand_over(self, _, __):
         await self._servers.hand_over(within_s=RECOVERY_S)
 
-    async def _roles(self) -> tuple[EmbeddedRedis, EmbeddedRedis]:
+    async def _roles(self):
         """The master and its replica."""
         master, replica = self._servers.master, self._servers.replica
         return (master, replica) if await self._is_master(master) else (replica, master)
 
-    async def _is_master(self, server: EmbeddedRedis) -> bool:
+    async def _is_master(self, server):
         return await self._servers.named_masters() == {server.port}
 
-    async def _is_in_step(self) -> bool:
+    async def _is_in_step(self):
         """Whether the replica follows the master, and the sentinels would promote it next."""
         master, replica = await self._roles()
         async with Redis(port=replica.port) as client:
-            seen: Any = await client.info("replication")
+            seen = await client.info("replication")
         async with Redis(port=self._servers.sentinels[0].port) as sentinel:
-            replicas: Any = await sentinel.sentinel_slaves(SERVICE)
+            replicas = await sentinel.sentinel_slaves(SERVICE)
         return (
             seen.get("master_link_status") == "up"
             and seen["master_port"] == master.port
@@ -303,7 +289,7 @@ class Trouble:
         )
 
 
-async def watch_reservations(redis: RedisClient, cluster: Cluster) -> None:
+async def watch_reservations(redis, cluster):
     """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
@@ -314,14 +300,14 @@ async def watch_reservations(redis: RedisClient, cluster: Cluster) -> None:
         await asyncio.sleep(0.1)
 
 
-async def hours_ahead(http: aiohttp.ClientSession, member: Member) -> float:
+async def hours_ahead(http, member):
     """How far the wall clock of a process is ahead of ours."""
     async with http.get(f"{member.url}/health") as response:
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
     return (theirs - time.time()) / 3600
 
 
-async def at_rest(http: aiohttp.ClientSession, cluster: Cluster) -> bool:
+async def at_rest(http, cluster):
     """Whether all replicas see all workers, with nothing reserved or running on any of them."""
     for router in cluster.routers:
         async with http.get(f"{router.url}/v1/workers") as response:
@@ -333,7 +319,7 @@ async def at_rest(http: aiohttp.ClientSession, cluster: Cluster) -> bool:
     return True
 
 
-async def strays(redis: RedisClient, cluster: Cluster) -> set[str]:
+async def strays(redis, cluster):
     """Keys that a cluster at rest should not have."""
     keys = cluster.keyspace
     shard = keys.of_shard(0)
@@ -344,7 +330,7 @@ async def strays(redis: RedisClient, cluster: Cluster) -> set[str]:
     return {key for key in found - used if not key.startswith(shard["blocks:"])}
 
 
-async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
+async def survive(seed, *, disruptions, failovers):
     """Put a cluster through this many failures; then check that it recovers in full."""
     kind = default_kind()
     async with AsyncExitStack() as stack:
@@ -403,7 +389,7 @@ async def survive(seed: int, *, disruptions: int, failovers: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("shifted_clocks")
-async def test_reservations_stay_exact_whatever_fails() -> None:
+async def test_reservations_stay_exact_whatever_fails():
     await survive(1, disruptions=4, failovers=2)
 
 
@@ -411,5 +397,5 @@ async def test_reservations_stay_exact_whatever_fails() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("shifted_clocks")
 @pytest.mark.parametrize("seed", [2, 3])
-async def test_reservations_stay_exact_through_minutes_of_failures(seed: int) -> None:
+async def test_reservations_stay_exact_through_minutes_of_failures(seed):
     await survive(seed, disruptions=24, failovers=9)

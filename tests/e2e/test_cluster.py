@@ -1,11 +1,8 @@
 """A cluster of real processes: how it starts, serves and stops."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +11,14 @@ from redis import Redis
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster, ClusterError
-from app.local.redis_server import EmbeddedRedis
-from tests.e2e.conftest import OpenProbe, listens, prompt, small_cluster
+from tests.e2e.conftest import listens, prompt, small_cluster
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_binary, require_redis
 
 BALANCERS = ["haproxy", "shared socket"]
 
 
-def with_balancer(kind: str, *, num_workers: int, num_replicas: int) -> Cluster:
+def with_balancer(kind, *, num_workers, num_replicas):
     if kind == "haproxy":
         require_binary("haproxy")
     return small_cluster(
@@ -31,7 +27,7 @@ def with_balancer(kind: str, *, num_workers: int, num_replicas: int) -> Cluster:
 
 
 @pytest.fixture(scope="module", params=BALANCERS)
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request):
     """Two workers and two replicas behind each kind of balancer; do not kill any."""
     with with_balancer(request.param, num_workers=2, num_replicas=2) as started:
         assert started.redis is not None
@@ -49,7 +45,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     assert set(statuses.values()) == {0}, statuses
 
 
-def exists(pid: int) -> bool:
+def exists(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -57,9 +53,7 @@ def exists(pid: int) -> bool:
     return True
 
 
-async def test_a_started_cluster_has_all_its_workers_and_no_reservations(
-    cluster: Cluster, open_probe: OpenProbe
-) -> None:
+async def test_a_started_cluster_has_all_its_workers_and_no_reservations(cluster, open_probe):
     workers = await open_probe(cluster).workers()
     assert {name: w["address"] for name, w in workers.items()} == {
         f"w{i}": member.url for i, member in enumerate(cluster.workers)
@@ -68,9 +62,7 @@ async def test_a_started_cluster_has_all_its_workers_and_no_reservations(
     await open_probe(cluster).all_idle(2)
 
 
-async def test_a_request_runs_from_routing_to_release(
-    cluster: Cluster, open_probe: OpenProbe
-) -> None:
+async def test_a_request_runs_from_routing_to_release(cluster, open_probe):
     probe = open_probe(cluster)
     tokens = prompt(seed=1, num_tokens=10 * 16 + 5)
     choice = await probe.route(tokens, request_id="req-1")
@@ -101,9 +93,7 @@ async def test_a_request_runs_from_routing_to_release(
     assert (again["worker_id"], again["overlap_blocks"]["device"]) == (name, 10)
 
 
-async def test_every_replica_sees_what_any_of_them_reserved(
-    cluster: Cluster, open_probe: OpenProbe
-) -> None:
+async def test_every_replica_sees_what_any_of_them_reserved(cluster, open_probe):
     probe = open_probe(cluster)
     choice = await probe.route(prompt(seed=2, num_tokens=64), request_id="req-2")
     for member in cluster.routers:
@@ -115,19 +105,16 @@ async def test_every_replica_sees_what_any_of_them_reserved(
     await probe.all_idle(2)
 
 
-async def test_callers_that_share_a_request_id_free_only_what_is_their_own(
-    cluster: Cluster, open_probe: OpenProbe
-) -> None:
+async def test_callers_that_share_a_request_id_free_only_what_is_their_own(cluster, open_probe):
     probe = open_probe(cluster)
 
-    async def route() -> str:
+    async def route():
         answer = await probe.http.post(
             "/v1/route", json={"token_ids": [1, 2, 3]}, headers={"x-request-id": "shared"}
         )
-        reservation_id: str = answer.json()["reservation_id"]
-        return reservation_id
+        return answer.json()["reservation_id"]
 
-    async def num_reserved() -> int:
+    async def num_reserved():
         return sum(requests for requests, _, _ in (await probe.loads()).values())
 
     held = await asyncio.gather(*(route() for _ in range(4)))
@@ -136,7 +123,7 @@ async def test_callers_that_share_a_request_id_free_only_what_is_their_own(
         assert await num_reserved() == left
 
 
-def has_ipv6() -> bool:
+def has_ipv6():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -149,7 +136,7 @@ def has_ipv6() -> bool:
     ("host", "kind"),
     [("::1", "haproxy"), pytest.param("::", "shared socket", marks=pytest.mark.slow)],
 )
-async def test_a_cluster_can_listen_on_ipv6(host: str, kind: str, open_probe: OpenProbe) -> None:
+async def test_a_cluster_can_listen_on_ipv6(host, kind, open_probe):
     require_redis(default_kind())
     if kind == "haproxy":
         require_binary("haproxy")
@@ -166,7 +153,7 @@ async def test_a_cluster_can_listen_on_ipv6(host: str, kind: str, open_probe: Op
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
-def test_no_command_line_shows_the_redis_password(own_redis_server: EmbeddedRedis) -> None:
+def test_no_command_line_shows_the_redis_password(own_redis_server):
     with Redis.from_url(own_redis_server.url) as client:
         client.config_set("requirepass", "sesame")
     with Cluster(
@@ -183,7 +170,7 @@ def test_no_command_line_shows_the_redis_password(own_redis_server: EmbeddedRedi
             assert b"sesame" not in line
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing_running() -> None:
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing_running():
     require_redis(default_kind())
     cluster = Cluster(
         num_workers=1,

@@ -1,12 +1,8 @@
 """Scripts and commands on a real Redis Cluster: healthy, resharded, and with nodes that die."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 import httpx
 import pytest
@@ -22,14 +18,12 @@ from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
 from app.local import cluster as kvroute
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.state import overlap
-from app.state.client import RedisClient
 from app.state.connect import check_server, connect
 from app.state.index import open_shard
 from app.state.leases import Registration, activate
-from app.state.round_trip import Node
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from loadtest.topologies import NUM_SHARDS
 from tests.e2e.conftest import prompt
 from tests.eventually import eventually
@@ -42,13 +36,13 @@ FAILOVER_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def shared_servers() -> Iterator[ClusterServers]:
+def shared_servers():
     with ClusterServers(default_kind()) as servers:
         yield servers
 
 
 @pytest.fixture
-def servers(shared_servers: ClusterServers) -> ClusterServers:
+def servers(shared_servers):
     """A shared cluster, found empty; do not kill its nodes."""
     for master in shared_servers.masters:
         with BlockingRedis(port=master.port) as client:
@@ -57,14 +51,14 @@ def servers(shared_servers: ClusterServers) -> ClusterServers:
 
 
 @pytest.fixture
-def own_servers() -> Iterator[ClusterServers]:
+def own_servers():
     """A cluster for this test alone, which may kill its nodes."""
     with ClusterServers(default_kind()) as servers:
         yield servers
 
 
 @pytest.fixture
-async def redis(servers: ClusterServers) -> AsyncIterator[RedisClient]:
+async def redis(servers):
     async with connect(servers.url) as client:
         yield client
 
@@ -72,32 +66,29 @@ async def redis(servers: ClusterServers) -> AsyncIterator[RedisClient]:
 class CountingRunner(ScriptRunner):
     """sent: for each pipeline, the port that it went to and how many calls it had."""
 
-    def __init__(self, redis: RedisClient, **options: Any) -> None:
+    def __init__(self, redis, **options):
         super().__init__(redis, TIMEOUT_S, **options)
-        self.sent: list[tuple[int, int]] = []
+        self.sent = []
 
-    async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
+    async def _send(self, node, calls, until_s):
         self.sent.append((port_of(node.client), len(calls)))
         return await super()._send(node, calls, until_s)
 
 
-def port_of(client: Redis) -> int:
-    port: int = client.connection_pool.connection_kwargs["port"]
-    return port
+def port_of(client):
+    return client.connection_pool.connection_kwargs["port"]
 
 
-def keyspaces(servers: ClusterServers) -> list[Keyspace]:
+def keyspaces(servers):
     """One keyspace on each master, in the order of the masters."""
-    found: dict[int, Keyspace] = {}
+    found = {}
     for number in range(100):
         keyspace = Keyspace(f"test{number}")
         found.setdefault(servers.shard_of(keyspace["meta"]), keyspace)
     return [found[shard] for shard in range(NUM_SHARDS)]
 
 
-async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(redis, servers):
     first, second, third = keyspaces(servers)
     runner = CountingRunner(redis)
     await runner.run([register(keyspace) for keyspace in keyspaces(servers)])
@@ -120,9 +111,7 @@ async def test_calls_are_sent_in_one_pipeline_per_node_and_answered_in_order(
     )
 
 
-async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(redis, servers):
     runner = ScriptRunner(redis, TIMEOUT_S)
     calls = [register(keyspace) for keyspace in keyspaces(servers)]
     await runner.run(calls)
@@ -131,9 +120,7 @@ async def test_calls_succeed_after_one_node_has_forgotten_its_scripts(
     assert [int(reply.incarnation) for reply in await runner.run(calls)] == [2, 2, 2]
 
 
-async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_plain_commands_of_agents_and_routers_reach_the_right_node(redis, servers):
     for keyspace in keyspaces(servers):
         stream = keyspace["metrics"]
         entry = await redis.xadd(stream, {"worker": "a:0"})
@@ -147,10 +134,10 @@ async def test_plain_commands_of_agents_and_routers_reach_the_right_node(
     assert (await redis.info("cluster"))["cluster_enabled"] == 1
 
 
-def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> None:
+def test_operators_can_look_inside_a_redis_cluster(servers):
     keyspace = keyspaces(servers)[-1]  # on a master that the URL does not name
 
-    async def work() -> None:
+    async def work():
         async with connect(servers.url) as client:
             runner = ScriptRunner(client, TIMEOUT_S)
             inc = (await runner.one(register(keyspace))).incarnation
@@ -164,9 +151,7 @@ def test_operators_can_look_inside_a_redis_cluster(servers: ClusterServers) -> N
         assert result.exit_code == 0, (command, result.output, result.exception)
 
 
-async def test_calls_that_find_all_connections_in_use_wait_for_one(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_calls_that_find_all_connections_in_use_wait_for_one(redis, servers):
     [keyspace, *_] = keyspaces(servers)
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register(keyspace))
@@ -175,7 +160,7 @@ async def test_calls_that_find_all_connections_in_use_wait_for_one(
     assert {len(answer) for answer in answers} == {1}
 
 
-async def test_a_slot_that_moved_is_followed(redis: RedisClient, servers: ClusterServers) -> None:
+async def test_a_slot_that_moved_is_followed(redis, servers):
     keyspace, other, _ = keyspaces(servers)
     slot = key_slot(keyspace["meta"].encode())
     runner = CountingRunner(redis)
@@ -198,9 +183,7 @@ async def test_a_slot_that_moved_is_followed(redis: RedisClient, servers: Cluste
         await move_slot(slot, to=old, servers=servers)
 
 
-async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(redis, servers):
     keyspace, _, _ = keyspaces(servers)
     slot = key_slot(keyspace["meta"].encode())
     runner = ScriptRunner(redis, TIMEOUT_S)
@@ -224,9 +207,7 @@ async def test_no_script_runs_on_half_of_its_keys_while_their_slot_moves(
     assert (await runner.one(register(keyspace, "b"))).incarnation == 2
 
 
-async def test_the_index_is_read_on_replicas_if_configured(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_the_index_is_read_on_replicas_if_configured(redis, servers):
     [keyspace, *_] = keyspaces(servers)
     shard = keyspace.of_shard(0)
     at_master, at_replica = (servers.masters[0].port, 1), (servers.replicas[0].port, 1)
@@ -247,9 +228,7 @@ async def test_the_index_is_read_on_replicas_if_configured(
     assert runner.sent[-1] == at_master, "this script is not in on_replicas"
 
 
-async def test_the_master_answers_where_its_replica_does_not(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_the_master_answers_where_its_replica_does_not(redis, servers):
     [keyspace, *_] = keyspaces(servers)
     runner = CountingRunner(redis, on_replicas=["match"])
     await runner.one(register(keyspace))
@@ -258,7 +237,7 @@ async def test_the_master_answers_where_its_replica_does_not(
     runner.sent.clear()
     replica = redis.node_of(keyspace["meta"], replica=True)
     assert port_of(replica.client) == servers.replicas[0].port
-    pool: Any = replica.client.connection_pool
+    pool = replica.client.connection_pool
     pool.connection_kwargs["port"] = nowhere = free_port()
     await pool.disconnect()
     assert await overlap.match(runner, keyspace, [[SequenceHash(1)]]) == ([{}], [])
@@ -266,7 +245,7 @@ async def test_the_master_answers_where_its_replica_does_not(
 
 
 @pytest.mark.slow
-async def test_routers_and_workers_run_on_a_redis_cluster(servers: ClusterServers) -> None:
+async def test_routers_and_workers_run_on_a_redis_cluster(servers):
     tokens = {
         "content": prompt(1, 256),
         "headers": {"content-type": "application/octet-stream"},
@@ -282,10 +261,9 @@ async def test_routers_and_workers_run_on_a_redis_cluster(servers: ClusterServer
     ) as cluster:
         async with httpx.AsyncClient() as client:
 
-            async def route() -> dict[str, Any]:
+            async def route():
                 response = await client.post(f"{cluster.balancer_url}/v1/route", **tokens)
-                found: dict[str, Any] = response.json()
-                return found
+                return response.json()
 
             first = await route()
             assert not first["degraded"]
@@ -296,9 +274,7 @@ async def test_routers_and_workers_run_on_a_redis_cluster(servers: ClusterServer
             assert then["worker_id"] == first["worker_id"]
 
 
-async def test_all_masters_are_found_and_checked(
-    redis: RedisClient, servers: ClusterServers
-) -> None:
+async def test_all_masters_are_found_and_checked(redis, servers):
     assert sorted(map(port_of, await redis.masters())) == sorted(s.port for s in servers.masters)
     await check_server(redis, TIMEOUT_S)
     for server in servers.masters:
@@ -311,9 +287,7 @@ async def test_all_masters_are_found_and_checked(
                 master.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_a_killed_master_affects_only_its_shard_until_its_replica_takes_over(
-    own_servers: ClusterServers,
-) -> None:
+async def test_a_killed_master_affects_only_its_shard_until_its_replica_takes_over(own_servers):
     first, second, third = keyspaces(own_servers)
     async with connect(own_servers.url) as redis:
         runner = ScriptRunner(redis, TIMEOUT_S)
@@ -333,7 +307,7 @@ async def test_a_killed_master_affects_only_its_shard_until_its_replica_takes_ov
         with pytest.raises(RedisUnavailable):
             await runner.run(calls)
 
-        async def look() -> list[Any]:
+        async def look():
             answers = await runner.run_each(calls)
             assert not isinstance(answers[0], RedisUnavailable)
             assert not isinstance(answers[2], RedisUnavailable)
@@ -348,9 +322,7 @@ async def test_a_killed_master_affects_only_its_shard_until_its_replica_takes_ov
 
 
 @pytest.mark.slow
-async def test_a_master_that_hangs_affects_only_its_shard_until_its_replica_takes_over(
-    own_servers: ClusterServers,
-) -> None:
+async def test_a_master_that_hangs_affects_only_its_shard_until_its_replica_takes_over(own_servers):
     first, second, third = keyspaces(own_servers)
     async with connect(own_servers.url, timeout_s=0.3) as redis:
         runner = ScriptRunner(redis, timeout_s=0.3)
@@ -362,25 +334,24 @@ async def test_a_master_that_hangs_affects_only_its_shard_until_its_replica_take
             assert isinstance(lost, RedisUnavailable)
             assert str(lost) == "no answer within 300 ms"
 
-            async def look() -> Any:
+            async def look():
                 return (await runner.run_each(calls))[1]
 
             await eventually(look, lambda r: isinstance(r, Registration), within_s=FAILOVER_S)
             await redis.xadd(second["metrics"], {"worker": "a:0"})
 
 
-async def keys_of(server: EmbeddedRedis) -> list[bytes]:
+async def keys_of(server):
     async with Redis(port=server.port) as client:
-        found: list[bytes] = await client.keys()
-    return found
+        return await client.keys()
 
 
-async def node_id(client: Redis) -> str:
-    found: bytes = await client.execute_command("CLUSTER MYID")
+async def node_id(client):
+    found = await client.execute_command("CLUSTER MYID")
     return found.decode()
 
 
-async def move_slot(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) -> None:
+async def move_slot(slot, *, to, servers):
     """Move a slot that has no keys, as resharding does."""
     async with AsyncExitStack() as stack:
         masters = {
@@ -396,7 +367,7 @@ async def move_slot(slot: int, *, to: EmbeddedRedis, servers: ClusterServers) ->
             await owners[name].execute_command("CLUSTER SETSLOT", slot, "NODE", new)
 
 
-async def owns(client: Redis, slot: int) -> bool:
-    ranges: dict[Any, Any] = await client.execute_command("CLUSTER NODES")
+async def owns(client, slot):
+    ranges = await client.execute_command("CLUSTER NODES")
     [slots] = [node["slots"] for node in ranges.values() if "myself" in node["flags"]]
     return any(int(part[0]) <= slot <= int(part[-1]) for part in slots)

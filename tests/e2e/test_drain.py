@@ -1,21 +1,17 @@
 """Workers that are taken out of service under load: every request is answered at its first try."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
 import pytest
 
 from app.core.types import WorkerKey
-from app.local.cluster import Cluster
 from app.state import leases
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.client import ClusterClient, Outcome
+from loadtest.client import ClusterClient
 from tests.e2e.conftest import prompt, small_cluster
 from tests.eventually import eventually
 
@@ -23,13 +19,13 @@ IN_FLIGHT = 6
 
 
 @asynccontextmanager
-async def under_load(cluster: Cluster) -> AsyncIterator[list[Outcome]]:
+async def under_load(cluster):
     """IN_FLIGHT requests at any time; all have ended on exit."""
-    outcomes: list[Outcome] = []
+    outcomes = []
     stops = asyncio.Event()
     rng, numbers = random.Random(5), count()
 
-    async def send(client: ClusterClient) -> None:
+    async def send(client):
         while not stops.is_set():
             tokens = prompt(rng.randrange(40), rng.randrange(100, 1000))
             name = f"r{next(numbers)}"
@@ -46,13 +42,13 @@ async def under_load(cluster: Cluster) -> AsyncIterator[list[Outcome]]:
             stops.set()
 
 
-def all_at_once(outcomes: list[Outcome]) -> None:
+def all_at_once(outcomes):
     assert len(outcomes) > IN_FLIGHT
     troubled = [o for o in outcomes if o.failure is not None or o.attempts != 1]
     assert troubled == []
 
 
-async def test_workers_that_are_told_to_stop_lose_no_request() -> None:
+async def test_workers_that_are_told_to_stop_lose_no_request():
     with small_cluster(num_workers=2, num_replicas=2, speedup=3.0, drain_s=60.0) as cluster:
         async with (
             under_load(cluster) as outcomes,
@@ -65,7 +61,7 @@ async def test_workers_that_are_told_to_stop_lose_no_request() -> None:
                 assert await asyncio.to_thread(leaving.process.wait, 60) == 0
                 cluster.start_worker(2 + number)
 
-                async def live(number: int = number) -> bool:
+                async def live(number=number):
                     return f"w{2 + number}:0" in await client.workers()
 
                 await eventually(live)
@@ -74,7 +70,7 @@ async def test_workers_that_are_told_to_stop_lose_no_request() -> None:
 
 @pytest.mark.parametrize("drains", [3, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
-async def test_a_drained_worker_runs_nothing_and_no_request_is_lost(drains: int) -> None:
+async def test_a_drained_worker_runs_nothing_and_no_request_is_lost(drains):
     rng = random.Random(7)
     with small_cluster(num_workers=2, num_replicas=2, speedup=3.0) as cluster:
         async with (
@@ -84,10 +80,10 @@ async def test_a_drained_worker_runs_nothing_and_no_request_is_lost(drains: int)
         ):
             runner = ScriptRunner(redis, 5.0)
 
-            async def left(key: WorkerKey) -> int | None:
+            async def left(key):
                 return await runner.one(leases.drain(cluster.keyspace, key))
 
-            async def routed_to(key: WorkerKey) -> bool:
+            async def routed_to(key):
                 return str(key) in await client.workers()
 
             for _ in range(drains):

@@ -1,16 +1,10 @@
 """`kvroute agent` beside an engine: routers know what it holds, and whether it serves."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process, SharedPrompts, agent, complete, engine, overlap
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
@@ -20,33 +14,31 @@ BLOCK = 16
 
 
 @asynccontextmanager
-async def client_of(process: Process) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(process):
     async with httpx.AsyncClient(base_url=process.url, timeout=30) as client:
         yield client
 
 
-async def serving(router: httpx.AsyncClient) -> list[str]:
-    answer: Any = (await router.get("/v1/workers")).json()
+async def serving(router):
+    answer = (await router.get("/v1/workers")).json()
     return sorted(f"{worker['worker_id']}:{worker['dp_rank']}" for worker in answer["workers"])
 
 
-async def until_serving(router: httpx.AsyncClient, *expected: str) -> None:
-    async def look() -> list[str]:
+async def until_serving(router, *expected):
+    async def look():
         return await serving(router)
 
     await eventually(look, lambda seen: seen == list(expected))
 
 
-async def check(
-    router: httpx.AsyncClient, engine: httpx.AsyncClient, prompts: SharedPrompts, number: int
-) -> None:
+async def check(router, engine, prompts, number):
     """At rest, what the router says of each prompt is what the engine then reuses."""
     for _ in range(number):
         prompt = prompts.next()
         # The last token is always computed, and with it its block.
         most = (len(prompt) - 1) // BLOCK
 
-        async def look(prompt: list[int] = prompt, most: int = most) -> int:
+        async def look(prompt=prompt, most=most):
             return min(await overlap(router, prompt), most)
 
         before = await look()
@@ -54,18 +46,18 @@ async def check(
         await eventually(look, lambda seen, most=most: seen == most)
 
 
-async def until_known(router: httpx.AsyncClient, prompt: list[int], worker_id: str = "e") -> None:
+async def until_known(router, prompt, worker_id="e"):
     """A new agent registers before it has shown all that its engine holds."""
 
-    async def look() -> int:
+    async def look():
         return await overlap(router, prompt, worker_id)
 
     await eventually(look, lambda seen: seen >= (len(prompt) - 1) // BLOCK)
 
 
 async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url, prompts = one_redis_server.url, SharedPrompts(1)
     async with started_replica(url) as router:
         with engine(kv_blocks=256) as first:
@@ -94,16 +86,14 @@ async def test_overlap_is_what_the_engine_reuses_over_restarts_of_either(
                             await check(router, again, prompts, 15)
 
 
-async def test_an_engine_that_forgets_all_is_believed(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_forgets_all_is_believed(one_redis_server, tmp_path):
     prompt = list(range(100, 180))
     async with started_replica(one_redis_server.url) as router:
         with engine() as process, agent(process.url, one_redis_server.url, tmp_path) as beside:
             await until_serving(router, "e:0")
             async with client_of(process) as http, client_of(beside) as agent_http:
 
-                async def look() -> int:
+                async def look():
                     return await overlap(router, prompt)
 
                 await complete(http, "m", prompt)
@@ -117,8 +107,8 @@ async def test_an_engine_that_forgets_all_is_believed(
 
 
 async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_one_that_dies(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url, prompt, listed = one_redis_server.url, SharedPrompts(2).next(), tmp_path / "engines.toml"
     flags = [
         *("agent", f"--engines={listed}", f"--redis-url={url}", "--port=0"),
@@ -144,13 +134,13 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
                 dying.end(signal.SIGKILL)
             with Process(*flags, f"--memory-folder={tmp_path / 'heir'}").ending() as heir:
 
-                async def states() -> list[str]:
-                    workers: Any = (await router.get("/v1/workers")).json()["workers"]
+                async def states():
+                    workers = (await router.get("/v1/workers")).json()["workers"]
                     return [worker["state"] for worker in workers]
 
                 async with client_of(heir) as agent_http:
 
-                    async def followed() -> int:
+                    async def followed():
                         return len((await agent_http.get("/health")).json()["engines"])
 
                     await eventually(followed, lambda number: number == 2)
@@ -161,7 +151,7 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
             await until_serving(router, "a:0", "b:0")
 
 
-def test_an_agent_without_an_engine_to_follow_says_so() -> None:
+def test_an_agent_without_an_engine_to_follow_says_so():
     from click.testing import CliRunner
 
     from app.cli import main

@@ -1,15 +1,6 @@
 """A client that carries its requests itself says of a worker that it fails: that counts for the
 client, at all replicas, and for nobody else."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import httpx
-from redis.asyncio import Redis
-
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
@@ -18,14 +9,14 @@ from tests.fake_worker import KEYS, fake_agent, running
 MINE, OTHERS = ({"authorization": f"Bearer {key}"} for key in ("key-of-mine", "key-of-others"))
 
 
-async def routed(client: httpx.AsyncClient, headers: dict[str, str], **asked: Any) -> str:
+async def routed(client, headers, **asked):
     """The worker that a request goes to; "": none."""
     body = {"token_ids": [1] * 8, **asked}
     answer = await client.post("/v1/route", json=body, headers=headers)
     return str(answer.json().get("worker_id", ""))
 
 
-async def fail(client: httpx.AsyncClient) -> None:
+async def fail(client):
     """Say of a request that worker `bad` has failed it."""
     assert await routed(client, MINE, request_id="r", exclude=["good:0"]) == "bad"
     said = await client.delete("/v1/requests/r?worker_failed=true", headers=MINE)
@@ -33,8 +24,8 @@ async def fail(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_replicas(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     keys = tmp_path / "keys"
     keys.write_text("mine key-of-mine\nothers key-of-others\n")
     url, runner = one_redis_server.url, ScriptRunner(redis, 5.0)

@@ -1,23 +1,18 @@
 """Processes of a cluster are killed under load, and it recovers without help."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from operator import eq
 
-import httpx
 import orjson
 import pytest
 
-from loadtest.client import ClusterClient, FailureKind, Outcome
+from loadtest.client import ClusterClient, FailureKind
 from tests.e2e.conftest import (
     BLOCK_SIZE,
     LEASE_TTL_S,
     RESERVATION_TTL_S,
-    OpenProbe,
     prompt,
     small_cluster,
 )
@@ -32,15 +27,15 @@ CALLERS = 4
 class Load:
     """Callers that send one request after another until `stop`."""
 
-    def __init__(self, client: ClusterClient) -> None:
-        self.outcomes: list[Outcome] = []
+    def __init__(self, client):
+        self.outcomes = []
         self._client = client
         self._stop = False
 
-    def stop(self) -> None:
+    def stop(self):
         self._stop = True
 
-    async def call(self, caller: int) -> None:
+    async def call(self, caller):
         turn = 0
         while not self._stop:
             turn += 1
@@ -49,18 +44,18 @@ class Load:
                 await self._client.send(f"{caller}-{turn}", tokens, output_tokens=30)
             )
 
-    async def wait_for_more(self, count: int) -> None:
+    async def wait_for_more(self, count):
         """Wait until `count` more requests are over."""
         enough = len(self.outcomes) + count
 
-        async def over() -> int:
+        async def over():
             return len(self.outcomes)
 
         await eventually(over, lambda seen: seen >= enough)
 
 
 @asynccontextmanager
-async def loaded(url: str) -> AsyncIterator[Load]:
+async def loaded(url):
     """Load on the cluster behind `url`, for as long as the context lasts."""
     async with ClusterClient(url, deadline_s=30.0) as client:
         load = Load(client)
@@ -76,9 +71,7 @@ async def loaded(url: str) -> AsyncIterator[Load]:
 @pytest.mark.parametrize(
     "haproxy", [pytest.param(True, marks=pytest.mark.slow), False], ids=["haproxy", "shared socket"]
 )
-async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
-    haproxy: bool, open_probe: OpenProbe
-) -> None:
+async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(haproxy, open_probe):
     if haproxy:
         require_binary("haproxy")
     with small_cluster(
@@ -106,16 +99,14 @@ async def test_a_killed_replica_loses_no_request_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
-    open_probe: OpenProbe,
-) -> None:
+async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(open_probe):
     with small_cluster(
         num_workers=3, num_replicas=2, haproxy=False, lease_ttl_s=LEASE_TTL_S
     ) as cluster:
         probe = open_probe(cluster)
         async with loaded(cluster.balancer_url) as load:
 
-            async def used() -> set[str | None]:
+            async def used():
                 return {outcome.worker for outcome in load.outcomes}
 
             await eventually(used, lambda seen: seen == {"w0:0", "w1:0", "w2:0"})
@@ -148,15 +139,13 @@ async def test_a_killed_worker_is_no_longer_chosen_and_its_blocks_are_swept(
         assert workers["w0"]["incarnation"] not in await probe.index_entries()
 
 
-async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
-    open_probe: OpenProbe, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(open_probe, capfd):
     with small_cluster(
         num_workers=1, num_replicas=1, haproxy=False, speedup=1.0, drain_s=0.2
     ) as cluster:
         probe, worker = open_probe(cluster), cluster.workers[0]
 
-        async def ask(request_id: str, stream: str) -> httpx.Response:
+        async def ask(request_id, stream):
             return await probe.http.post(
                 f"{worker.url}/v1/completions",
                 # They take half a minute.
@@ -165,7 +154,7 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
                 headers={"content-type": "application/octet-stream"},
             )
 
-        async def both_running() -> bool:
+        async def both_running():
             metrics = (await probe.http.get(f"{worker.url}/metrics")).text
             return 'kvroute_engine_requests{state="running"} 2.0' in metrics
 
@@ -184,9 +173,7 @@ async def test_a_stopped_worker_ends_answers_that_take_too_long_with_an_error(
     assert capfd.readouterr().err == ""
 
 
-async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_served(
-    open_probe: OpenProbe,
-) -> None:
+async def test_a_redis_that_lost_everything_is_refilled_while_requests_are_served(open_probe):
     with small_cluster(num_workers=2, num_replicas=2, haproxy=False) as cluster:
         probe = open_probe(cluster)
         assert cluster.redis is not None

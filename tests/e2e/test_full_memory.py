@@ -4,33 +4,28 @@ What was published stays exact, blocks that engines drop are withdrawn, leases a
 on, and once there is memory again, everything is published.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
-import pytest
-
-from app.local.redis_server import EmbeddedRedis
-from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, World, short_intervals, world
+from tests.e2e.test_healing import CHAINS, KEYS, LEASE_S, WORKERS, short_intervals, world
 from tests.eventually import eventually
 from workers.agent import publish
 
 short_intervals = short_intervals  # a fixture, which pytest finds by its name
 
 
-async def fill_up(cluster: World) -> None:
+async def fill_up(cluster):
     """Redis accepts no more data from now on."""
     await cluster.redis.config_set("maxmemory", 1)
 
 
-async def make_room(cluster: World) -> None:
+async def make_room(cluster):
     await cluster.redis.config_set("maxmemory", 0)
 
 
 async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis_server, monkeypatch, caplog
+):
     monkeypatch.setattr(publish, "FULL_PAUSE_S", 0.02)
     async with world(redis_server.url) as cluster:
         before = {name: agent.incarnation for name, agent in cluster.agents.items()}
@@ -45,13 +40,13 @@ async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
             cluster.hold("w1", 0, 4, 16)
             cluster.hold("w2", 1, 20, 0)
 
-            async def shown() -> list[object]:
+            async def shown():
                 of_0, of_1 = await cluster.overlaps(0), await cluster.overlaps(1)
                 assert of_0 is not None
                 assert of_1 is not None
                 return [of_0["w0"].total, (of_0["w1"].device, of_0["w1"].host), of_1["w2"].total]
 
-            async def overlaps_too_long() -> list[str]:
+            async def overlaps_too_long():
                 found = []
                 for n in range(len(CHAINS)):
                     for name, overlap in (await cluster.overlaps(n) or {}).items():
@@ -79,8 +74,8 @@ async def test_a_full_redis_does_not_stop_routing_or_leave_overlaps_too_long(
 
 
 async def test_workers_reregister_and_old_incarnations_are_swept_in_a_full_redis(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis_server, monkeypatch
+):
     monkeypatch.setattr(publish, "FULL_PAUSE_S", 0.02)
     async with world(redis_server.url) as cluster:
         try:
@@ -89,11 +84,11 @@ async def test_workers_reregister_and_old_incarnations_are_swept_in_a_full_redis
             old = agent.incarnation
             await cluster.redis.hdel(KEYS["writers"], str(old))
 
-            async def reregistered() -> tuple[bool, int, bool]:
+            async def reregistered():
                 keys = await cluster.redis.keys(KEYS.pattern + ":blocks:*")
                 values = [v for key in keys for v in await cluster.redis.hvals(key)]
                 is_shown = any(v.startswith(b"%d" % old) for v in values)
-                num_loads: int = await cluster.redis.hlen(KEYS["load"])
+                num_loads = await cluster.redis.hlen(KEYS["load"])
                 return agent.incarnation != old, num_loads, is_shown
 
             await eventually(reregistered, lambda found: found == (True, 3, False))

@@ -1,20 +1,14 @@
 """GPU readings on their way from the driver to a router, through a whole worker process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.worker_report import GPU
-from app.local.redis_server import EmbeddedRedis
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
@@ -48,7 +42,7 @@ main()
 
 
 @contextmanager
-def worker_whose_driver(behaviour: str, redis_url: str) -> Iterator[None]:
+def worker_whose_driver(behaviour, redis_url):
     """Runs a worker, which must then exit with status 0 on SIGTERM."""
     settings = ["--port=0", "--worker-id=w0", f"--namespace={NAMESPACE}", "--log-level=error"]
     command = ["worker", f"--redis-url={redis_url}", *settings]
@@ -64,16 +58,16 @@ def worker_whose_driver(behaviour: str, redis_url: str) -> Iterator[None]:
 
 
 @pytest.fixture
-async def client(one_redis_server: EmbeddedRedis) -> AsyncIterator[httpx.AsyncClient]:
+async def client(one_redis_server):
     """A client of one replica."""
     async with started_replica(one_redis_server.url) as client:
         yield client
 
 
-async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:
+async def reporting_worker(client):
     """The only worker's entry in /v1/workers, once its metrics have arrived."""
 
-    async def fresh() -> list[dict[str, Any]]:
+    async def fresh():
         found = (await client.get("/v1/workers")).json()["workers"]
         return [worker for worker in found if not worker["stale"]]
 
@@ -81,7 +75,7 @@ async def reporting_worker(client: httpx.AsyncClient) -> dict[str, Any]:
     return worker
 
 
-async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
+async def scraped(client):
     """The GPU readings of the worker in /metrics."""
     text = (await client.get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -93,9 +87,7 @@ async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     }
 
 
-async def test_a_router_shows_the_gpu_readings_of_a_worker(
-    client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_router_shows_the_gpu_readings_of_a_worker(client, one_redis_server):
     with worker_whose_driver("answers", one_redis_server.url):
         worker = await reporting_worker(client)
         assert worker["accelerator"] == "NVIDIA H100 80GB HBM3"
@@ -104,8 +96,8 @@ async def test_a_router_shows_the_gpu_readings_of_a_worker(
 
 
 async def test_a_worker_whose_gpu_driver_hangs_reports_everything_else_and_stops_on_sigterm(
-    client: httpx.AsyncClient, one_redis_server: EmbeddedRedis
-) -> None:
+    client, one_redis_server
+):
     with worker_whose_driver("hangs", one_redis_server.url):
         worker = await reporting_worker(client)
         assert (worker["accelerator"], worker["gpu"]) == ("cpu", None)

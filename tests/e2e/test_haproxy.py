@@ -1,13 +1,11 @@
 """deploy/haproxy.cfg as `kvroute up` runs it: a copy with a server line for each replica."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import re
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +29,7 @@ class Replica:
     Everything else, health checks included, is answered at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.port = free_port()
         self.reached = asyncio.Event()
         self.go = asyncio.Event()
@@ -44,21 +42,21 @@ class Replica:
         """Requests with a body so far."""
         self.held = 0
         """Requests to /hold so far."""
-        self.balancer_ids: list[str] = []
+        self.balancer_ids = []
         """Of all requests, as far as they have one."""
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._connections = set()
 
-    async def start(self) -> None:
+    async def start(self):
         self._server = await asyncio.start_server(self._serve, LOOPBACK, self.port)
 
-    async def die(self) -> None:
+    async def die(self):
         self._server.close()
         for connection in self._connections:
             connection.transport.abort()
         self.go.set()
         await self._server.wait_closed()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader, writer):
         self._connections.add(writer)
         try:
             while True:
@@ -69,7 +67,7 @@ class Replica:
             self._connections.discard(writer)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         status = b"200 OK"
         if "content-length: " in head:
@@ -101,7 +99,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def haproxy(config: Path, port: int) -> AsyncIterator[None]:
+async def haproxy(config, port):
     """The load balancer, listening on `port`."""
     program = str(require_binary("haproxy"))
     environment = os.environ | {"KVROUTE_BALANCER_PORT": str(port)}
@@ -122,11 +120,11 @@ async def haproxy(config: Path, port: int) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def balancer(tmp_path: Path) -> AsyncIterator[Balancer]:
+async def balancer(tmp_path):
     """Starts the given replicas and the load balancer; returns a client of the load balancer."""
     async with AsyncExitStack() as stack:
 
-        async def start(*replicas: Replica) -> httpx.AsyncClient:
+        async def start(*replicas):
             for replica in replicas:
                 await replica.start()
                 stack.push_async_callback(replica.die)
@@ -142,7 +140,7 @@ async def balancer(tmp_path: Path) -> AsyncIterator[Balancer]:
 
 
 @pytest.mark.parametrize("routers", [None, "router:8080"])
-def test_the_config_is_valid_with_and_without_dns(routers: str | None) -> None:
+def test_the_config_is_valid_with_and_without_dns(routers):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVROUTE_")}
     if routers is not None:
         environment["KVROUTE_ROUTERS_DNS"] = routers
@@ -157,8 +155,8 @@ def test_the_config_is_valid_with_and_without_dns(routers: str | None) -> None:
 
 
 async def test_the_answer_without_a_replica_is_logged_and_in_the_shape_of_router_errors(
-    balancer: Balancer, capfd: pytest.CaptureFixture[str]
-) -> None:
+    balancer, capfd
+):
     client = await balancer()
     answer = await client.get("/v1/workers")
     assert answer.status_code == 503
@@ -166,7 +164,7 @@ async def test_the_answer_without_a_replica_is_logged_and_in_the_shape_of_router
     assert answer.json()["error"]["code"] == "no_router"
     log = ""
 
-    async def logged() -> str:
+    async def logged():
         nonlocal log
         log += capfd.readouterr().out
         return log
@@ -174,9 +172,7 @@ async def test_the_answer_without_a_replica_is_logged_and_in_the_shape_of_router
     await eventually(logged, lambda text: "503" in text and '"GET /v1/workers HTTP/1.1"' in text)
 
 
-async def test_the_answer_to_a_body_that_stalls_is_in_the_shape_of_router_errors(
-    tmp_path: Path,
-) -> None:
+async def test_the_answer_to_a_body_that_stalls_is_in_the_shape_of_router_errors(tmp_path):
     patient = CONFIG.read_text()
     hasty = tmp_path / "haproxy.cfg"
     hasty.write_text(patient.replace("timeout http-request 30s", "timeout http-request 100ms"))
@@ -192,9 +188,7 @@ async def test_the_answer_to_a_body_that_stalls_is_in_the_shape_of_router_errors
 
 
 @pytest.mark.parametrize("body_bytes", [0, 100_000])
-async def test_requests_held_by_a_killed_replica_are_answered_by_another(
-    balancer: Balancer, body_bytes: int
-) -> None:
+async def test_requests_held_by_a_killed_replica_are_answered_by_another(balancer, body_bytes):
     first, second = Replica(), Replica()
     client = await balancer(first, second)
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -202,7 +196,7 @@ async def test_requests_held_by_a_killed_replica_are_answered_by_another(
             group.create_task(client.post("/hold", content=bytes(body_bytes))) for _ in range(6)
         ]
 
-        async def held() -> tuple[int, int]:
+        async def held():
             return first.held, second.held
 
         # All of them: `die` does not break the connection of a request that has yet to arrive.
@@ -214,14 +208,12 @@ async def test_requests_held_by_a_killed_replica_are_answered_by_another(
     ] * 6
 
 
-def test_every_path_that_an_engine_computes_for_has_its_time() -> None:
+def test_every_path_that_an_engine_computes_for_has_its_time():
     [paths] = re.findall(r"^ *acl answers path,url_dec (.+)$", CONFIG.read_text(), re.MULTILINE)
     assert {*paths.split()} == {*PATHS}
 
 
-async def test_requests_held_by_a_frozen_replica_are_answered_by_another(
-    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_held_by_a_frozen_replica_are_answered_by_another(balancer, monkeypatch):
     monkeypatch.setenv("KVROUTE_BALANCER_TIMEOUT", "200ms")
     frozen, other = Replica(), Replica()
     client = await balancer(frozen, other)
@@ -238,7 +230,7 @@ async def test_requests_held_by_a_frozen_replica_are_answered_by_another(
     assert set(frozen.balancer_ids) <= set(other.balancer_ids) - {"chosen"}
 
 
-async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> None:
+async def test_a_replica_that_comes_back_is_used_again(balancer):
     replica = Replica()
     client = await balancer(replica)
     assert (await client.get("/")).text == str(replica.port)
@@ -253,9 +245,7 @@ async def test_a_replica_that_comes_back_is_used_again(balancer: Balancer) -> No
             await asyncio.sleep(0.05)
 
 
-async def test_the_tokens_of_a_stream_are_forwarded_one_by_one_without_delay(
-    balancer: Balancer,
-) -> None:
+async def test_the_tokens_of_a_stream_are_forwarded_one_by_one_without_delay(balancer):
     replica = Replica()
     client = await balancer(replica)
     replica.go.set()
@@ -268,9 +258,7 @@ async def test_the_tokens_of_a_stream_are_forwarded_one_by_one_without_delay(
     assert received == b"token" * 10 + str(replica.port).encode()
 
 
-async def test_a_replica_notices_that_a_waiting_client_has_hung_up(
-    balancer: Balancer,
-) -> None:
+async def test_a_replica_notices_that_a_waiting_client_has_hung_up(balancer):
     replica = Replica()
     client = await balancer(replica)
     async with asyncio.timeout(5):
@@ -280,9 +268,7 @@ async def test_a_replica_notices_that_a_waiting_client_has_hung_up(
         await replica.client_gone.wait()
 
 
-async def test_a_path_is_known_however_it_is_spelled(
-    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_path_is_known_however_it_is_spelled(balancer, monkeypatch):
     monkeypatch.setenv("KVROUTE_BALANCER_TIMEOUT", "200ms")
     monkeypatch.setenv("KVROUTE_BALANCER_ANSWER_TIMEOUT", "1s")
     first, second = Replica(), Replica()
@@ -294,13 +280,11 @@ async def test_a_path_is_known_however_it_is_spelled(
     assert first.num_bodies + second.num_bodies == 1, "an engine may have it already"
 
 
-async def test_one_address_never_has_all_connections(
-    balancer: Balancer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_address_never_has_all_connections(balancer, monkeypatch):
     monkeypatch.setenv("KVROUTE_BALANCER_MAXCONN_PER_CLIENT", "4")
     port = (await balancer(Replica())).base_url.port
 
-    async def ask(host: str) -> bytes:
+    async def ask(host):
         try:
             reader, writer = await asyncio.open_connection(LOOPBACK, port, local_addr=(host, 0))
             writers.append(writer)
@@ -309,7 +293,7 @@ async def test_one_address_never_has_all_connections(
         except ConnectionError:
             return b""
 
-    writers: list[asyncio.StreamWriter] = []
+    writers = []
     try:
         said = [await ask("127.0.0.2") for _ in range(6)]
         assert said == [b"HTTP/1.1 200"] * 4 + [b""] * 2
@@ -319,7 +303,7 @@ async def test_one_address_never_has_all_connections(
             writer.close()
 
 
-async def test_without_a_replica_another_fleet_may_be_asked(balancer: Balancer) -> None:
+async def test_without_a_replica_another_fleet_may_be_asked(balancer):
     replica = Replica()
     client = await balancer(replica)
     await replica.die()

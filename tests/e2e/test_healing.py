@@ -8,17 +8,13 @@ repaired: each bad value costs its own worker or request at most, and `kvroute r
 it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from app.core.chains import parse_owners
@@ -28,21 +24,18 @@ from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.types import Tier, TierOverlap
-from app.local.redis_server import EmbeddedRedis
 from app.ops.reset import delete_namespace
-from app.policy.decision import Decision, RouteRequest
+from app.policy.decision import RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from workers.agent import agent as agents
 from workers.agent import publish
-from workers.agent.agent import Agent
 
 KEYS = Keyspace("healing")
 SHARDS = 2
@@ -65,18 +58,11 @@ class World:
     redis: for doing damage and for checking what became of it.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        of_agents: RedisClient,
-        of_router: RedisClient,
-        seed: int,
-        **settings: Any,
-    ) -> None:
-        self.redis: Any = redis
+    def __init__(self, redis, of_agents, of_router, seed, **settings):
+        self.redis = redis
         self.rng = random.Random(seed)
         self.agents = {name: agent_of(name, of_agents) for name in WORKERS}
-        self.running: dict[str, asyncio.Task[None]] = {}
+        self.running = {}
         """By worker."""
         self.router = Router(
             ScriptRunner(of_router, timeout_s=REDIS_TIMEOUT_S),
@@ -86,14 +72,14 @@ class World:
             Telemetry(),
         )
         self.held = {(name, n): TierOverlap() for name in WORKERS for n in range(len(CHAINS))}
-        self.in_flight: list[str] = []
-        self.ended: list[str] = []
+        self.in_flight = []
+        self.ended = []
         """Requests that are over but not released yet."""
         self._ids = count()
         self._busy = asyncio.Event()
         self._idle = asyncio.Event()
 
-    def hold(self, name: str, prompt: int, device: int, host: int) -> None:
+    def hold(self, name, prompt, device, host):
         """Make the engine of `name` hold exactly this much of a prompt: device, then host."""
         chain = CHAINS[prompt]
         before = self.held[name, prompt].total
@@ -114,19 +100,19 @@ class World:
         )
         self.held[name, prompt] = TierOverlap(device=device, host=host)
 
-    async def route(self, prompt: int, **options: Any) -> Decision:
+    async def route(self, prompt, **options):
         request_id = f"r{next(self._ids)}"
         chain, isl = CHAINS[prompt], len(PROMPTS[prompt])
         return await self.router.route(RouteRequest(request_id, chain, isl, "latency", **options))
 
-    async def overlaps(self, prompt: int) -> dict[str, TierOverlap] | None:
+    async def overlaps(self, prompt):
         """By worker; None if the decision was degraded."""
         decision = await self.route(prompt, reserve=False, explain=True)
         if decision.degraded:
             return None
         return {c.info.key.worker_id: c.overlap for c in decision.candidates}
 
-    async def work(self) -> None:
+    async def work(self):
         """Store, remove, route and release, except while paused."""
         while True:
             if not self._busy.is_set():
@@ -150,28 +136,28 @@ class World:
             # Ten times the real traffic of three workers, with time left for everything else.
             await asyncio.sleep(0.002)
 
-    def _some(self) -> tuple[int, int]:
+    def _some(self):
         device = self.rng.randrange(15)
         return device, self.rng.randrange(20 - device)
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id):
         self.in_flight.remove(request_id)
         self.ended.append(request_id)
 
-    async def release_ended(self) -> None:
+    async def release_ended(self):
         """As a client does: a release that failed is repeated later."""
         while self.ended:
             await self.router.release(self.ended[0])
             self.ended.pop(0)
 
-    async def pause(self) -> None:
+    async def pause(self):
         self._busy.clear()
         await self._idle.wait()
 
-    def resume(self) -> None:
+    def resume(self):
         self._busy.set()
 
-    async def problems(self) -> list[str]:
+    async def problems(self):
         """What is not as it should be; the world must be paused."""
         try:
             await self.release_ended()
@@ -180,7 +166,7 @@ class World:
         except (RoutingError, RedisUnavailable, ResponseError, ValueError) as error:
             return [repr(error)]
 
-    async def _wrong_overlaps(self) -> list[str]:
+    async def _wrong_overlaps(self):
         found = []
         for n, seen in enumerate(await asyncio.gather(*map(self.overlaps, range(len(CHAINS))))):
             expected = {name: self.held[name, n] for name in WORKERS}
@@ -188,7 +174,7 @@ class World:
                 found.append(f"prompt {n}: {seen}, not {expected}")
         return found
 
-    async def _wrong_index(self) -> list[str]:
+    async def _wrong_index(self):
         """Index entries that are not exactly the blocks held, and keys that should not exist."""
         names = {agent.incarnation: name for name, agent in self.agents.items()}
         expected = {
@@ -215,7 +201,7 @@ class World:
             found.append(f"{len(seen)} entries, not {len(expected)}")
         return found
 
-    async def _wrong_books(self) -> list[str]:
+    async def _wrong_books(self):
         """Contradictions among the records of workers and requests."""
         redis, found = self.redis, []
         incs = sorted(str(agent.incarnation).encode() for agent in self.agents.values())
@@ -226,7 +212,7 @@ class World:
             found.append(f"leases: not {incs}")
         if sorted(await redis.hvals(KEYS["current"])) != incs:
             found.append(f"current: not {incs}")
-        known: dict[bytes, bytes] = {}
+        known = {}
         for inc in incs:
             records = await redis.hgetall(KEYS["requests:"].encode() + inc)
             known |= dict.fromkeys(records, inc)
@@ -253,11 +239,11 @@ class World:
             found.append(f"reserved but not in flight: {ghosts}")
         return found
 
-    async def _now_ms(self) -> float:
+    async def _now_ms(self):
         seconds, micros = await self.redis.time()
         return float(seconds * 1000 + micros / 1000)
 
-    def _unmeasured(self) -> list[str]:
+    def _unmeasured(self):
         fleet = self.router.fleet
         stale = [
             name
@@ -269,18 +255,18 @@ class World:
             [f"no recent metrics of {stale}"] if stale or abs(fleet.measurements.age_s) > 2 else []
         )
 
-    async def records(self) -> set[str]:
+    async def records(self):
         """Ids of the requests that Redis counts as in flight."""
-        found: set[bytes] = set()
+        found = set()
         for agent in self.agents.values():
             found |= set(await self.redis.hkeys(KEYS[f"requests:{agent.incarnation}"]))
         return {i.decode() for i in found}
 
-    async def heals(self, what: str, within_s: float = 60.0) -> None:
+    async def heals(self, what, within_s=60.0):
         """Returns once three checks in a row have found nothing wrong."""
         good = 0
 
-        async def look() -> list[str]:
+        async def look():
             nonlocal good
             found = await self.problems()
             good = 0 if found else good + 1
@@ -291,7 +277,7 @@ class World:
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}") from None
 
-    async def suffers(self, what: str, damage: Damage) -> None:
+    async def suffers(self, what, damage):
         """Do `damage` while everything is working, then wait until it has healed."""
         self.resume()
         await asyncio.sleep(0.01)
@@ -300,13 +286,13 @@ class World:
         await self.pause()
         await self.heals(what)
 
-    async def leave(self, name: str) -> None:
+    async def leave(self, name):
         """Stop an agent as its process does when it ends."""
         self.running[name].cancel()
         await asyncio.wait([self.running[name]])
         await self.agents[name].stop()
 
-    async def watch(self) -> None:
+    async def watch(self):
         """Until cancelled, check that no overlap is longer than what the worker holds."""
         while True:
             for n in range(len(CHAINS)):
@@ -319,7 +305,7 @@ class World:
                     assert overlap.total <= held.total, f"{name}, prompt {n}: {overlap} of {held}"
             await asyncio.sleep(0.005)  # else agents and router get half of a core
 
-    async def all_requests_end(self) -> None:
+    async def all_requests_end(self):
         """End all requests; check that nothing is reserved and new ones are counted exactly."""
         for request_id in list(self.in_flight):
             self.end(request_id)
@@ -349,7 +335,7 @@ OF_SHARDS = ("shard", "applied", "dead", "blocks")
 ALL_KEYS = CONTROL + OF_SHARDS
 
 
-def agent_of(name: str, redis: RedisClient, lease_s: float = LEASE_S) -> Agent:
+def agent_of(name, redis, lease_s=LEASE_S):
     return fake_agent(
         ScriptRunner(redis, timeout_s=REDIS_TIMEOUT_S),
         KEYS,
@@ -361,14 +347,7 @@ def agent_of(name: str, redis: RedisClient, lease_s: float = LEASE_S) -> Agent:
 
 
 @asynccontextmanager
-async def world(
-    redis_url: str,
-    seed: int = 0,
-    *,
-    agents_url: str = "",
-    router_url: str = "",
-    **settings: Any,
-) -> AsyncIterator[World]:
+async def world(redis_url, seed=0, *, agents_url="", router_url="", **settings):
     """Agents and a router at work, with some blocks held and some requests in flight."""
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
         redis, of_agents, of_router = [
@@ -396,7 +375,7 @@ async def world(
 
 
 @pytest.fixture(autouse=True)
-def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch):
     monkeypatch.setattr(publish, "DRAIN_BLOCKS", 4)
     monkeypatch.setattr(agents, "AUDIT_INTERVAL_S", 0.05)
     monkeypatch.setattr(agents, "MAX_RENEWAL_S", 0.05)
@@ -408,28 +387,28 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", 300)
 
 
-async def key_of(world: World, family: str) -> str:
+async def key_of(world, family):
     """A key of this family, at random if there are several."""
     if family in OF_SHARDS and family != "blocks":
         return KEYS.of_shard(world.rng.randrange(SHARDS))[family]
     if family in ("blocks", "requests", "prefills"):
-        keys: list[bytes] = []
+        keys = []
         while not keys:
             keys = sorted(await world.redis.keys(KEYS.pattern + f"{family}:*"))
         return str(world.rng.choice(keys).decode())
     return KEYS[family]
 
 
-async def field_of(world: World, family: str) -> tuple[str, str]:
+async def field_of(world, family):
     """A key of this family, and any of its fields."""
-    fields: list[bytes] = []
+    fields = []
     while not fields:
         key = await key_of(world, family)
         fields = sorted(await world.redis.hkeys(key))
     return key, str(world.rng.choice(fields).decode())
 
 
-async def item_of(world: World, family: str) -> tuple[str, bytes]:
+async def item_of(world, family):
     """A key of this family, and the last item of its list."""
     item = None
     while item is None:  # lists appear and vanish all the time
@@ -438,15 +417,15 @@ async def item_of(world: World, family: str) -> tuple[str, bytes]:
     return key, item
 
 
-async def member_of(world: World, family: str) -> bytes:
+async def member_of(world, family):
     """Any member of the sorted set."""
-    member: bytes | None = None
+    member = None
     while member is None:
         member = await world.redis.zrandmember(KEYS[family])
     return member
 
 
-async def plausible(world: World, family: str, key: str, field: str) -> str:
+async def plausible(world, family, key, field):
     """A value that looks valid."""
     others = [a.incarnation for a in world.agents.values() if str(a.incarnation) != field]
     other = str(world.rng.choice(others))
@@ -468,25 +447,25 @@ async def plausible(world: World, family: str, key: str, field: str) -> str:
             return str(world.rng.choice([1, 3, 5]))
 
 
-def delete(family: str) -> Damage:
-    async def do(world: World) -> None:
+def delete(family):
+    async def do(world):
         await world.redis.delete(await key_of(world, family))
 
     return do
 
 
-def become_a_string(family: str) -> Damage:
-    async def do(world: World) -> None:
+def become_a_string(family):
+    async def do(world):
         await world.redis.set(await key_of(world, family), "spoilt")
 
     return do
 
 
-def rename(family: str) -> Damage:
-    async def do(world: World) -> None:
+def rename(family):
+    async def do(world):
         key = await key_of(world, family)
 
-        async def renamed() -> bool:
+        async def renamed():
             # A key that holds nothing at the moment does not exist.
             with suppress(ResponseError):
                 await world.redis.rename(key, f"{key}.bak")
@@ -498,10 +477,10 @@ def rename(family: str) -> Damage:
     return do
 
 
-def set_a_field(family: str, value: str | None) -> Damage:
+def set_a_field(family, value):
     """value: None for one that looks valid."""
 
-    async def do(world: World) -> None:
+    async def do(world):
         key, field = await field_of(world, family)
         text = await plausible(world, family, key, field) if value is None else value
         await world.redis.hset(key, field, text)
@@ -509,70 +488,70 @@ def set_a_field(family: str, value: str | None) -> Damage:
     return do
 
 
-def add_a_field(family: str, field: str, value: str) -> Damage:
-    async def do(world: World) -> None:
+def add_a_field(family, field, value):
+    async def do(world):
         await world.redis.hset(await key_of(world, family), field, value)
 
     return do
 
 
-def remove_a_field(family: str) -> Damage:
-    async def do(world: World) -> None:
+def remove_a_field(family):
+    async def do(world):
         await world.redis.hdel(*await field_of(world, family))
 
     return do
 
 
-def remove_a_member(family: str) -> Damage:
-    async def do(world: World) -> None:
+def remove_a_member(family):
+    async def do(world):
         await world.redis.zrem(KEYS[family], await member_of(world, family))
 
     return do
 
 
-def score_a_member(family: str, score: float) -> Damage:
-    async def do(world: World) -> None:
+def score_a_member(family, score):
+    async def do(world):
         await world.redis.zadd(KEYS[family], {await member_of(world, family): score})
 
     return do
 
 
-def add_a_member(family: str, score: float) -> Damage:
-    async def do(world: World) -> None:
+def add_a_member(family, score):
+    async def do(world):
         await world.redis.zadd(KEYS[family], {"junk": score})
 
     return do
 
 
-def push(family: str, item: str | None) -> Damage:
+def push(family, item):
     """item: None for one that is in the list already."""
 
-    async def do(world: World) -> None:
+    async def do(world):
         key, last = await item_of(world, family)
         await world.redis.lpush(key, item or last)
 
     return do
 
 
-def pop(family: str) -> Damage:
-    async def do(world: World) -> None:
+def pop(family):
+    async def do(world):
         await world.redis.lpop(await key_of(world, family))
 
     return do
 
 
-def add_to_dead(*members: str) -> Damage:
+def add_to_dead(*members):
     """members: added to the set `dead`; without any, a live incarnation is."""
 
-    async def do(world: World) -> None:
+    async def do(world):
         live = str(world.agents["w1"].incarnation)
         await world.redis.sadd(await key_of(world, "dead"), *(members or (live,)))
 
     return do
 
 
-def append(entry_id: str) -> Damage:
-    async def do(world: World) -> None:
+def append(entry_id):
+    async def do(world):
         inc = str(world.agents["w1"].incarnation)
         entry = {"worker": "junk", "incarnation": inc, "kv_total_blocks": "7"}
         await world.redis.xadd(KEYS["metrics"], entry, id=entry_id)
@@ -580,8 +559,8 @@ def append(entry_id: str) -> Damage:
     return do
 
 
-def one_after_another(damages: Iterable[Damage]) -> Damage:
-    async def do(world: World) -> None:
+def one_after_another(damages):
+    async def do(world):
         for damage in damages:
             # The one before may have left nothing to damage, or nothing that looks valid.
             with suppress(RedisError, ValueError):
@@ -590,7 +569,7 @@ def one_after_another(damages: Iterable[Damage]) -> Damage:
     return do
 
 
-def losses(family: str) -> dict[str, Damage]:
+def losses(family):
     """All ways in which Redis loses something of a family, by name."""
     done = {"delete": delete(family)}
     if family in ("leases", "expiry"):
@@ -602,7 +581,7 @@ def losses(family: str) -> dict[str, Damage]:
     return done | {"remove": remove_a_field(family)}
 
 
-def damages(family: str) -> dict[str, Damage]:
+def damages(family):
     """What somebody might do by hand to a key of a family, by name."""
     if family == "dead":
         return {
@@ -634,7 +613,7 @@ def damages(family: str) -> dict[str, Damage]:
     }
 
 
-def bad_values(family: str) -> list[Damage]:
+def bad_values(family):
     """A value each that a hash should not have."""
     return [set_a_field(family, value) for value in (None, "", "9" * 30, "-5", "spoilt")]
 
@@ -650,7 +629,7 @@ def bad_values(family: str) -> list[Damage]:
     ],
     ids=" ".join,
 )
-async def test_any_loss_heals(one_redis_server: EmbeddedRedis, families: tuple[str, ...]) -> None:
+async def test_any_loss_heals(one_redis_server, families):
     async with world(one_redis_server.url) as cluster:
         for family in families:
             for name, loss in losses(family).items():
@@ -660,7 +639,7 @@ async def test_any_loss_heals(one_redis_server: EmbeddedRedis, families: tuple[s
         await cluster.all_requests_end()
 
 
-async def test_what_is_left_of_lost_requests_expires(one_redis_server: EmbeddedRedis) -> None:
+async def test_what_is_left_of_lost_requests_expires(one_redis_server):
     async with world(one_redis_server.url, reservation_ttl_s=1.0) as cluster:
         for name, loss in losses("requests").items():
             await cluster.suffers(f"requests, {name}", loss)
@@ -669,7 +648,7 @@ async def test_what_is_left_of_lost_requests_expires(one_redis_server: EmbeddedR
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(3))
-async def test_any_loss_of_several_keys_heals(redis_server: EmbeddedRedis, seed: int) -> None:
+async def test_any_loss_of_several_keys_heals(redis_server, seed):
     async with world(redis_server.url, seed, reservation_ttl_s=1.0) as cluster:
         choices = {f"{f}, {name}": do for f in ALL_KEYS for name, do in losses(f).items()}
         for _ in range(60):
@@ -679,9 +658,7 @@ async def test_any_loss_of_several_keys_heals(redis_server: EmbeddedRedis, seed:
 
 
 @pytest.mark.parametrize("families", [CONTROL[:6], CONTROL[6:], OF_SHARDS], ids=" ".join)
-async def test_a_reset_mends_any_damage(
-    one_redis_server: EmbeddedRedis, families: tuple[str, ...]
-) -> None:
+async def test_a_reset_mends_any_damage(one_redis_server, families):
     """Also damage done to several keys at once, of a namespace that is in use."""
     async with world(one_redis_server.url) as cluster:
         for family in families:
@@ -701,9 +678,7 @@ async def test_a_reset_mends_any_damage(
     "family",
     ["workers", "current", "load", "reservations", "requests", "applied", "blocks", "writers"],
 )
-async def test_a_bad_value_costs_its_own_worker_or_request_at_most(
-    one_redis_server: EmbeddedRedis, family: str
-) -> None:
+async def test_a_bad_value_costs_its_own_worker_or_request_at_most(one_redis_server, family):
     async with world(one_redis_server.url) as cluster:
         for number, damage in enumerate(bad_values(family)):
             await damage(cluster)
@@ -718,20 +693,20 @@ async def test_a_bad_value_costs_its_own_worker_or_request_at_most(
                 cluster.in_flight.append((await cluster.route(0)).request_id)
 
 
-async def lose_everything(world: World) -> None:
+async def lose_everything(world):
     await world.redis.flushall()
 
 
-async def lose_all_but_the_index(world: World) -> None:
+async def lose_all_but_the_index(world):
     """Incarnations are then counted from 1 again, while index entries of old ones remain."""
     await world.redis.delete(*await world.redis.keys(KEYS["*"]))
 
 
-async def lose_a_shard(world: World) -> None:
+async def lose_a_shard(world):
     await world.redis.delete(*await world.redis.keys(KEYS.of_shard(1)["*"]))
 
 
-async def lose_the_counter_and_the_writers(world: World) -> None:
+async def lose_the_counter_and_the_writers(world):
     await world.redis.delete(KEYS["meta"], KEYS["writers"])
 
 
@@ -745,8 +720,8 @@ async def lose_the_counter_and_the_writers(world: World) -> None:
     ],
 )
 async def test_no_loss_makes_a_worker_seem_to_hold_blocks_that_it_does_not(
-    one_redis_server: EmbeddedRedis, damage: Damage
-) -> None:
+    one_redis_server, damage
+):
     async with world(one_redis_server.url) as cluster:
         for n in range(len(CHAINS)):
             for i, name in enumerate(WORKERS):

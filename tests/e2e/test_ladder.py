@@ -1,38 +1,31 @@
 """What an engine lacks, and what its agent finds out, lowers its trust, never its existence."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import agent_here
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
-from tests.fakes.engine import BLOCK_SIZE, FakeEngine, fake_engine
-from workers.bridge.events.events import AllBlocksCleared, BlockStored, EngineEvent
+from tests.fakes.engine import BLOCK_SIZE, fake_engine
+from workers.bridge.events.events import AllBlocksCleared, BlockStored
 
 LEASE_S = 1.0
 """Agents say every third of it where they are."""
 
 
-def prompt(number: int, blocks: int = 5) -> list[int]:
+def prompt(number, blocks=5):
     return [number, *range(1000, 1000 + blocks * BLOCK_SIZE)]
 
 
 class Fleet:
     """Engines by the name of their worker, and a router."""
 
-    def __init__(self, router: httpx.AsyncClient, **engines: FakeEngine) -> None:
+    def __init__(self, router, **engines):
         self.router, self.engines = router, engines
 
-    async def ask(self, ids: list[int]) -> tuple[str, int, str]:
+    async def ask(self, ids):
         """Where a request went, how many blocks it was said to find there, and how surely."""
         asked = {"model": "m", "prompt": ids, "max_tokens": 1}
         answer = await self.router.post("/v1/completions", json=asked)
@@ -42,39 +35,39 @@ class Fleet:
         )
         return name.partition(":")[0], int(overlap.partition("/")[0]), trust
 
-    async def look(self, name: str, ids: list[int]) -> tuple[int, str]:
+    async def look(self, name, ids):
         others = [other for other in self.engines if other != name]
         asked = {"token_ids": ids, "reserve": False, "exclude": others}
-        answer: Any = (await self.router.post("/v1/route", json=asked)).json()
+        answer = (await self.router.post("/v1/route", json=asked)).json()
         return sum(answer.get("overlap_blocks", {}).values()), answer.get("trust", "")
 
-    async def rungs(self) -> dict[str, tuple[str, str]]:
-        answer: Any = (await self.router.get("/v1/workers")).json()
+    async def rungs(self):
+        answer = (await self.router.get("/v1/workers")).json()
         return {w["worker_id"]: (w["trust"], w["trust_cause"]) for w in answer["workers"]}
 
-    async def until(self, name: str, trust: str) -> str:
+    async def until(self, name, trust):
         """The cause, once the worker is there on this rung."""
         rungs = await eventually(self.rungs, lambda now: now.get(name, ("",))[0] == trust)
         return rungs[name][1]
 
 
-def without_prefix_caching(engine: FakeEngine) -> None:
+def without_prefix_caching(engine):
     told = engine.says["/metrics"]
     engine.says["/metrics"] = lambda: told().replace(b'caching="True"', b'caching="False"')
 
 
-def of_sglang(**changes: Any) -> Callable[[FakeEngine], None]:
-    def change(engine: FakeEngine) -> None:
+def of_sglang(**changes):
+    def change(engine):
         engine.says["/server_info"] |= changes
 
     return change
 
 
-def with_pages_of_one_token(engine: FakeEngine) -> None:
+def with_pages_of_one_token(engine):
     engine.says["/server_info"]["kv_events"] |= {"block_size": 1}
 
 
-def that_connects(engine: FakeEngine) -> None:
+def that_connects(engine):
     sources = engine.events.told
     sources["0"]["endpoint"] = "tcp://127.0.0.1:5557"
     engine.says["/kv_event_sources"] = sources
@@ -92,13 +85,8 @@ def that_connects(engine: FakeEngine) -> None:
     ],
 )
 async def test_what_an_engine_lacks_lowers_its_trust_and_it_serves(
-    one_redis_server: EmbeddedRedis,
-    tmp_path: Path,
-    kind: str,
-    lack: Callable[[FakeEngine], None],
-    trust: str,
-    cause: str,
-) -> None:
+    one_redis_server, tmp_path, kind, lack, trust, cause
+):
     url = one_redis_server.url
     async with fake_engine(kind=kind) as lacking, fake_engine(kind=kind) as other:
         lack(lacking)
@@ -119,8 +107,8 @@ async def test_what_an_engine_lacks_lowers_its_trust_and_it_serves(
 
 @pytest.mark.parametrize("replays", [True, False])
 async def test_an_agent_that_hears_nothing_any_more_is_approximate_until_it_does(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, replays: bool
-) -> None:
+    one_redis_server, tmp_path, replays
+):
     url, cleared = one_redis_server.url, AllBlocksCleared()
     async with fake_engine() as a, fake_engine() as b:
         for engine in () if replays else (a, b):
@@ -132,7 +120,7 @@ async def test_an_agent_that_hears_nothing_any_more_is_approximate_until_it_does
         ):
             fleet = Fleet(router, a=a, b=b)
 
-            async def trusts(*publish: EngineEvent) -> set[str]:
+            async def trusts(*publish):
                 for engine in (a, b):
                     engine.events.publish(publish)
                 return {trust for trust, _ in (await fleet.rungs()).values()}
@@ -146,7 +134,7 @@ async def test_an_agent_that_hears_nothing_any_more_is_approximate_until_it_does
                 engine.events.cut()
             numbers = count(100)
 
-            async def after_one_more() -> set[str]:
+            async def after_one_more():
                 await fleet.ask(prompt(next(numbers)))
                 return await trusts()
 
@@ -170,8 +158,8 @@ async def test_an_agent_that_hears_nothing_any_more_is_approximate_until_it_does
 
 
 async def test_an_heir_is_not_exact_before_it_knows_what_the_engine_holds(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url = one_redis_server.url
     async with fake_engine() as engine, started_replica(url, show_decision=True) as router:
         fleet = Fleet(router, a=engine)
@@ -184,7 +172,7 @@ async def test_an_heir_is_not_exact_before_it_knows_what_the_engine_holds(
         async with agent_here(engine.url, url, tmp_path / "2", "a", lease_ttl_s=LEASE_S):
             seen = set[tuple[int, str]]()
 
-            async def look() -> str:
+            async def look():
                 held = await fleet.look("a", prompt(199, 50))
                 seen.add(held)
                 return held[1]
@@ -196,14 +184,12 @@ async def test_an_heir_is_not_exact_before_it_knows_what_the_engine_holds(
             assert any(trust == "approximate" for _, trust in seen)
 
 
-async def test_a_chunk_below_the_device_counts_as_a_whole_or_not_at_all(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_a_chunk_below_the_device_counts_as_a_whole_or_not_at_all(one_redis_server, tmp_path):
     url, ids, names = one_redis_server.url, prompt(1, 8)[: 8 * BLOCK_SIZE], list(range(21, 29))
     async with fake_engine() as engine, started_replica(url) as router:
         fleet = Fleet(router, a=engine)
 
-        async def promised() -> list[int]:
+        async def promised():
             """Of prompts that leave the chain after 3, 4, 7 and 8 blocks."""
             prompts = [[*ids[: blocks * BLOCK_SIZE], *[9] * 20] for blocks in (3, 4, 7, 8)]
             return [(await fleet.look("a", one))[0] for one in prompts]

@@ -1,13 +1,9 @@
 """A worker that reads hostile bodies renews its lease all the same."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.attack.hostile_bodies import hostile_door_bodies
 from tests.door.conftest import worker
 from tests.eventually import eventually
@@ -19,15 +15,13 @@ holds it up for less."""
 BODY_BYTES = 8 * 1024 * 1024
 
 
-async def test_no_body_keeps_a_worker_from_renewing_its_lease(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_no_body_keeps_a_worker_from_renewing_its_lease(one_redis_server, redis):
     bodies = [(path, body) for _, path, body in hostile_door_bodies(BODY_BYTES)]
     with worker(one_redis_server.url, "a", lease_ttl_s=LEASE_S) as only:
         inc = await eventually(lambda: redis.hget(KEYS["current"], "a:0"), within_s=30.0)
         assert inc is not None
 
-        async def send(http: httpx.AsyncClient, path: str, body: bytes) -> int:
+        async def send(http, path, body):
             headers = {"content-type": "application/json"}
             answer = await http.post(f"{only.url}{path}", content=body, headers=headers)
             return answer.status_code

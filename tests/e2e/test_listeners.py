@@ -1,10 +1,8 @@
 """Each listener of docs/front-door.md is opened, and asks for what the page says, and no more."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -30,7 +28,7 @@ WORKER, WORKER_READER = "worker-key", "worker-reader-key"
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Process]:
+def running(*arguments):
     process = Process(*arguments)
     try:
         yield process
@@ -38,7 +36,7 @@ def running(*arguments: str) -> Iterator[Process]:
         process.end()
 
 
-async def statuses(url: str, *keys: str, path: str = "/", **headers: str) -> list[int]:
+async def statuses(url, *keys, path="/", **headers):
     """Of a path with each of the keys; "": without one."""
     async with httpx.AsyncClient(base_url=url, headers=headers) as http:
         return [
@@ -49,7 +47,7 @@ async def statuses(url: str, *keys: str, path: str = "/", **headers: str) -> lis
         ]
 
 
-async def bounded(url: str) -> None:
+async def bounded(url):
     """What HTTP's bounds refuse."""
     async with httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/" + "a" * MAX_URL_BYTES)).status_code == 414
@@ -67,11 +65,11 @@ ENDS_S = 45.0
 """By then each has ended. An idle connection that has had its answer may stay for longer."""
 
 
-async def abused(url: str, path: str = "/health", *, ends_s: float = ENDS_S) -> None:
+async def abused(url, path="/health", *, ends_s=ENDS_S):
     """Each of ABUSES ends, and others are served meanwhile."""
     at = httpx.URL(url)
 
-    async def ended(abuse: str) -> None:
+    async def ended(abuse):
         reader, writer = await asyncio.open_connection(at.host, at.port)
         with suppress(OSError):
             writer.write(ABUSES[abuse])
@@ -88,7 +86,7 @@ async def abused(url: str, path: str = "/health", *, ends_s: float = ENDS_S) -> 
             await asyncio.wait(trying, timeout=0.5)
 
 
-async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_router(redis, folder):
     keys = folder / "keys"
     keys.write_text(f"app {KEY}\nops {OPERATOR} operator\nprometheus {READER} metrics\n")
     arguments = ("router", "--port=0", f"--redis-url={redis.url}", f"--api-key-file={keys}")
@@ -109,7 +107,7 @@ async def check_router(redis: EmbeddedRedis, folder: Path) -> None:
         await abused(url)
 
 
-async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_worker(redis, folder):
     port = free_port()
     with running(
         *("worker", "--port=0", f"--redis-url={redis.url}", f"--kv-port={port}"),
@@ -129,7 +127,7 @@ async def check_worker(redis: EmbeddedRedis, folder: Path) -> None:
         assert attacked.problems == []
 
 
-async def check_agent(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_agent(redis, folder):
     with running(
         *("agent", "--engine-url=http://127.0.0.1:9", f"--redis-url={redis.url}"),
         *(f"--memory-folder={folder}", "--worker-id=e", "--port=0"),
@@ -140,7 +138,7 @@ async def check_agent(redis: EmbeddedRedis, folder: Path) -> None:
         await abused(agent.url)
 
 
-async def check_planner(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_planner(redis, folder):
     with running("planner", f"--redis-url={redis.url}", "--port=0") as planner:
         assert await statuses(planner.url, "", path="/metrics/") == [200]
         assert (await statuses(planner.url, "", path="/health"))[0] in (200, 503)
@@ -148,7 +146,7 @@ async def check_planner(redis: EmbeddedRedis, folder: Path) -> None:
         await abused(planner.url)
 
 
-async def check_balancer(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_balancer(redis, folder):
     for config in (CONFIG, CELLS):
         async with AsyncExitStack() as stack:
             replica, port = Replica(), free_port()
@@ -162,7 +160,7 @@ async def check_balancer(redis: EmbeddedRedis, folder: Path) -> None:
             await abused(f"http://{HERE}:{port}")
 
 
-async def check_picker(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_picker(redis, folder):
     """What a call to it may cost is tested in tests/gateway/test_picker.py."""
     pytest.importorskip("grpc")
     port = free_port()
@@ -178,7 +176,7 @@ async def check_picker(redis: EmbeddedRedis, folder: Path) -> None:
         writer.close()
 
 
-async def check_envoy(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_envoy(redis, folder):
     if not ENVOY.exists():
         pytest.skip("Envoy is not installed: make test-gateway")
     front, made = free_port(), folder / "envoy.yaml"
@@ -193,11 +191,11 @@ async def check_envoy(redis: EmbeddedRedis, folder: Path) -> None:
         await envoy.wait()
 
 
-async def check_redis(redis: EmbeddedRedis, folder: Path) -> None:
+async def check_redis(redis, folder):
     assert _listening(redis.port) == [HERE]
 
 
-def _listening(port: int) -> list[str]:
+def _listening(port):
     """The addresses of this machine at which somebody listens on a port."""
     found = []
     for host in {HERE, "127.0.0.2", socket.gethostbyname(socket.gethostname())}:
@@ -209,7 +207,7 @@ def _listening(port: int) -> list[str]:
 
 
 Check = Callable[[EmbeddedRedis, Path], Awaitable[None]]
-CHECKS: dict[str, Check] = {
+CHECKS = {
     "router": check_router,
     "router `/`, `/health`, `/readiness`, `/console/`": check_router,
     "router `/metrics`": check_router,
@@ -227,11 +225,9 @@ CHECKS: dict[str, Check] = {
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
-async def test_a_listener_asks_for_what_the_page_says(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, check: Check
-) -> None:
+async def test_a_listener_asks_for_what_the_page_says(one_redis_server, tmp_path, check):
     await check(one_redis_server, tmp_path)
 
 
-def test_every_row_of_the_page_has_a_check() -> None:
+def test_every_row_of_the_page_has_a_check():
     assert CHECKS.keys() == ROWS.keys()

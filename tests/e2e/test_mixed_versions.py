@@ -4,33 +4,27 @@ The previous release is what it left in Redis, recorded here, and, where git has
 own processes as well, which must leave the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from app.core.keys import DATA_VERSION
 from app.core.types import Incarnation
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.router.maintenance import MAINTENANCE_INTERVAL_S
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from tests.ops.conftest import kvroute
-from workers.agent.agent import Agent
 
 ROOT = Path(__file__).parents[2]
 PREVIOUS = "7bd4502f4629da249539bcb193504b4c030a290b"
@@ -54,11 +48,10 @@ WRONG = (
     f"but this release of kvroute speaks version {DATA_VERSION}"
 )
 STRANGER = f"worker old:0 speaks version 1 of the data model, not {DATA_VERSION}"
-START = Callable[[EmbeddedRedis], None]
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory):
     """The previous release's source."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git checkout; the recorded worker took the old one's place")
@@ -73,7 +66,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def old_part(tree: Path, server: EmbeddedRedis, part: str, *options: str) -> Iterator[None]:
+def old_part(tree, server, part, *options):
     """`kvroute <part>` of the previous release, while the context lasts."""
     run = "from app.cli import main; main()"
     where = ["--redis-url", server.url, "--namespace", NAMESPACE]
@@ -89,12 +82,12 @@ def old_part(tree: Path, server: EmbeddedRedis, part: str, *options: str) -> Ite
         assert process.wait(20) == 0
 
 
-def old_worker(tree: Path, server: EmbeddedRedis) -> Any:
+def old_worker(tree, server):
     options = ["--worker-id", "old", "--block-size", str(BLOCK_SIZE), "--port", "0"]
     return old_part(tree, server, "worker", *options)
 
 
-def record_old_worker(server: EmbeddedRedis) -> None:
+def record_old_worker(server):
     """What `kvroute worker` of the previous release leaves, as one more incarnation."""
     with Redis.from_url(server.url) as redis:
         for field, text in OLD_META.items():
@@ -111,11 +104,11 @@ def record_old_worker(server: EmbeddedRedis) -> None:
 
 
 @pytest.fixture(params=["recorded", "running"])
-def start_old_worker(request: pytest.FixtureRequest) -> Iterator[START]:
+def start_old_worker(request):
     """Starts worker `old` of the previous release, and returns once it is routed to."""
     with ExitStack() as started:
 
-        def start(server: EmbeddedRedis) -> None:
+        def start(server):
             if request.param == "recorded":
                 record_old_worker(server)
             else:
@@ -126,16 +119,16 @@ def start_old_worker(request: pytest.FixtureRequest) -> Iterator[START]:
         yield start
 
 
-def new_agent(redis: AsyncRedis) -> Agent:
+def new_agent(redis):
     return fake_agent(ScriptRunner(redis, 5.0), KEYS, "new", lease_ttl_s=0.6)
 
 
 @asynccontextmanager
-async def refused_agent(redis: AsyncRedis, why: str = WRONG) -> AsyncIterator[None]:
+async def refused_agent(redis, why=WRONG):
     """One that waits for another namespace."""
     agent = new_agent(redis)
 
-    async def refused() -> str:
+    async def refused():
         return agent.refused
 
     starting = asyncio.create_task(agent.start())
@@ -147,18 +140,16 @@ async def refused_agent(redis: AsyncRedis, why: str = WRONG) -> AsyncIterator[No
         await asyncio.wait([starting])
 
 
-async def joined(redis: AsyncRedis) -> None:
+async def joined(redis):
     """Return once worker `old` is routed to, by those who understand it."""
 
-    async def incarnation() -> Any:
+    async def incarnation():
         return await redis.hget(KEYS["current"], "old:0")
 
     await eventually(incarnation)
 
 
-async def test_the_recorded_worker_is_what_the_old_one_leaves(
-    tree: Path, one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+async def test_the_recorded_worker_is_what_the_old_one_leaves(tree, one_redis_server, redis):
     with old_worker(tree, one_redis_server):
         await joined(redis)
         meta = await redis.hgetall(KEYS["meta"])
@@ -172,8 +163,8 @@ async def test_the_recorded_worker_is_what_the_old_one_leaves(
 
 
 async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(
-    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+    start_old_worker, one_redis_server, redis
+):
     start_old_worker(one_redis_server)
     await joined(redis)
     await redis.zadd(KEYS["expiry"], {"overdue": 1})
@@ -197,8 +188,8 @@ async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(
 
 
 async def test_an_agent_in_an_older_namespace_waits_and_says_so(
-    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+    start_old_worker, one_redis_server, redis
+):
     start_old_worker(one_redis_server)
     await joined(redis)
     before = await redis.hgetall(KEYS["meta"])
@@ -206,9 +197,7 @@ async def test_an_agent_in_an_older_namespace_waits_and_says_so(
         assert await redis.hgetall(KEYS["meta"]) == before
 
 
-def test_operators_are_told_which_version_an_older_namespace_has(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+def test_operators_are_told_which_version_an_older_namespace_has(one_redis_server):
     record_old_worker(one_redis_server)
     for command in ("inspect summary", "inspect verify", "drain old", "drain old --undo"):
         result = kvroute(one_redis_server.url, *command.split())
@@ -220,8 +209,8 @@ def test_operators_are_told_which_version_an_older_namespace_has(
 
 
 async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(
-    start_old_worker: START, one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+    start_old_worker, one_redis_server, redis
+):
     workers = FakeWorkers(redis)
     await workers.register("w1")
     async with started_replica(one_redis_server.url) as client:
@@ -234,16 +223,14 @@ async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(
         assert (await client.get("/readiness")).json() == {"ready": True, "missing": []}
         await workers.retire("w1")
 
-        async def ready() -> httpx.Response:
+        async def ready():
             return await client.get("/readiness")
 
         refused = await eventually(ready, lambda answer: answer.status_code == 503)
         assert refused.json()["missing"] == ["workers: none is alive", f"workers: {STRANGER}"]
 
 
-async def test_older_parts_go_on_beside_a_newer_router(
-    tree: Path, one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+async def test_older_parts_go_on_beside_a_newer_router(tree, one_redis_server, redis):
     port = free_port()
     with (
         old_worker(tree, one_redis_server),
@@ -255,7 +242,7 @@ async def test_older_parts_go_on_beside_a_newer_router(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as older,
         ):
 
-            async def is_ready() -> bool:
+            async def is_ready():
                 try:
                     return (await older.get("/readiness")).status_code == 200
                 except httpx.TransportError:
@@ -269,9 +256,7 @@ async def test_older_parts_go_on_beside_a_newer_router(
                 assert (await older.delete(f"/v1/requests/r{n}")).json()["found"]
 
 
-async def test_a_namespace_of_a_later_release_is_left_alone_too(
-    one_redis_server: EmbeddedRedis, redis: AsyncRedis
-) -> None:
+async def test_a_namespace_of_a_later_release_is_left_alone_too(one_redis_server, redis):
     later = DATA_VERSION + 1
     await redis.hset(KEYS["meta"], mapping={"version": later, "what": "nobody knows"})
     async with started_replica(one_redis_server.url) as client:
@@ -282,36 +267,34 @@ async def test_a_namespace_of_a_later_release_is_left_alone_too(
         await redis.flushall()
         await FakeWorkers(redis).register("w1")
 
-        async def is_ready() -> bool:
+        async def is_ready():
             return (await client.get("/readiness")).is_success
 
         await eventually(is_ready)
 
 
-async def test_a_version_that_was_lost_comes_back_with_a_renewal(redis: AsyncRedis) -> None:
+async def test_a_version_that_was_lost_comes_back_with_a_renewal(redis):
     async with running(new_agent(redis)) as agent:
         await redis.hdel(KEYS["meta"], "version")
 
-        async def version() -> Any:
+        async def version():
             return await redis.hget(KEYS["meta"], "version")
 
         assert await eventually(version) == str(DATA_VERSION).encode()
         assert agent.incarnation == Incarnation(1)
 
 
-async def test_a_running_worker_waits_until_its_namespace_is_of_its_version_again(
-    redis: AsyncRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_running_worker_waits_until_its_namespace_is_of_its_version_again(redis, caplog):
     async with running(new_agent(redis)) as agent:
         await redis.hset(KEYS["meta"], "version", "1")
 
-        async def complaints() -> list[str]:
+        async def complaints():
             return [r.message for r in caplog.records if WRONG in r.message]
 
         assert (await eventually(complaints))[0].startswith("new:0 is not routed to")
         await redis.hset(KEYS["meta"], "version", DATA_VERSION)
 
-        async def incarnation() -> Incarnation | None:
+        async def incarnation():
             return agent.incarnation
 
         assert await eventually(incarnation, lambda inc: inc != Incarnation(1)) == Incarnation(2)

@@ -1,13 +1,9 @@
 """A fleet on this machine whose planner starts and stops its workers, under load."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +13,6 @@ from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.child import running_workers
 from app.local.cluster import Cluster
-from app.local.redis_server import EmbeddedRedis
 from app.state import planner
 from app.state.connect import connect
 from tests.eventually import eventually
@@ -27,7 +22,7 @@ BODY = {"prompt": list(range(5, 1005)), "max_tokens": 40, "ignore_eos": True}
 
 
 @pytest.fixture
-def cluster(own_redis_server: EmbeddedRedis) -> Iterator[Cluster]:
+def cluster(own_redis_server):
     settings = PlannerSettings(
         scaling_policy="threshold",
         interval_s=1.0,
@@ -48,21 +43,21 @@ def cluster(own_redis_server: EmbeddedRedis) -> Iterator[Cluster]:
         yield started
 
 
-async def workers(http: httpx.AsyncClient) -> list[str]:
+async def workers(http):
     try:
-        listed: Any = (await http.get("/v1/workers")).json()
+        listed = (await http.get("/v1/workers")).json()
     except httpx.HTTPError:
         return []
     return sorted(worker["worker_id"] for worker in listed.get("workers", []))
 
 
 @pytest.mark.slow
-async def test_workers_come_and_go_with_the_load_and_no_request_fails(cluster: Cluster) -> None:
-    statuses: list[int] = []
+async def test_workers_come_and_go_with_the_load_and_no_request_fails(cluster):
+    statuses = []
     async with httpx.AsyncClient(base_url=cluster.balancer_url, timeout=60) as http:
 
-        async def ask(number: int) -> None:
-            prompt = [number, *BODY["prompt"]]  # type: ignore[misc]
+        async def ask(number):
+            prompt = [number, *BODY["prompt"]]
             asked = {**BODY, "model": cluster.model, "prompt": prompt}
             statuses.append((await http.post("/v1/completions", json=asked)).status_code)
 
@@ -79,11 +74,11 @@ async def test_workers_come_and_go_with_the_load_and_no_request_fails(cluster: C
     assert set(statuses) == {200}
 
 
-async def _keep_asking(ask: Any, at_once: int) -> None:
+async def _keep_asking(ask, at_once):
     """Until cancelled; what is under way then is waited for."""
     stopped = asyncio.Event()
 
-    async def one(number: int) -> None:
+    async def one(number):
         while not stopped.is_set():
             await ask(number)
             number += at_once
@@ -97,8 +92,8 @@ async def _keep_asking(ask: Any, at_once: int) -> None:
 
 
 async def test_a_planner_that_is_killed_and_a_redis_that_lost_all_leave_the_fleet_as_it_was(
-    cluster: Cluster, own_redis_server: EmbeddedRedis
-) -> None:
+    cluster, own_redis_server
+):
     async with httpx.AsyncClient(base_url=cluster.balancer_url, timeout=60) as http:
         before = await eventually(lambda: workers(http), bool, within_s=30)
         assert cluster.planner is not None
@@ -110,7 +105,7 @@ async def test_a_planner_that_is_killed_and_a_redis_that_lost_all_leave_the_flee
         await eventually(lambda: workers(http), lambda seen: seen == before, within_s=30)
         async with connect(own_redis_server.url) as redis:
 
-            async def proposed() -> list[dict[str, Any]]:
+            async def proposed():
                 return await planner.proposals(redis, cluster.keyspace, 5)
 
             made = await eventually(proposed, within_s=30)

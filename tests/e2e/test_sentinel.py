@@ -1,10 +1,6 @@
 """Redis behind Sentinel: its master is found through the sentinels, and failovers are followed."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import pytest
 from redis import Redis as BlockingRedis
@@ -15,7 +11,6 @@ from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash
 from app.state import overlap, reservations
-from app.state.client import RedisClient
 from app.state.connect import check_server, connect
 from app.state.scripts import ScriptRunner
 from loadtest.topologies import SERVICE
@@ -40,13 +35,13 @@ FAILOVER_S = 15.0
 REGISTERED = registered(KEYS)
 
 
-async def replicated(servers: SentinelServers) -> bool:
+async def replicated(servers):
     async with Redis(port=servers.replica.port) as client:
         return bool(await client.exists(KEYS["meta"]))
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[SentinelServers]:
+def servers():
     """Shared servers of the oldest kind, whose sentinels find one another fastest; kill none."""
     with SentinelServers(OLDEST_KIND if installed(OLDEST_KIND) else default_kind()) as started:
         with BlockingRedis(port=started.master.port) as client:
@@ -55,20 +50,17 @@ def servers() -> Iterator[SentinelServers]:
 
 
 @pytest.fixture
-async def redis(servers: SentinelServers) -> AsyncIterator[RedisClient]:
+async def redis(servers):
     async with connect(servers.url) as client:
         yield client
         await client.flushall()
 
 
-async def port_of(redis: Redis) -> int:
-    found: int = (await redis.info("server"))["tcp_port"]
-    return found
+async def port_of(redis):
+    return (await redis.info("server"))["tcp_port"]
 
 
-async def test_the_master_is_found_through_the_sentinels(
-    redis: RedisClient, servers: SentinelServers
-) -> None:
+async def test_the_master_is_found_through_the_sentinels(redis, servers):
     assert await port_of(redis) == servers.master.port
     assert await port_of((await redis.masters())[0]) == servers.master.port
     await check_server(redis, TIMEOUT_S)
@@ -80,21 +72,21 @@ async def test_the_master_is_found_through_the_sentinels(
     ]
 
 
-async def test_a_url_may_name_a_database_after_the_service(servers: SentinelServers) -> None:
+async def test_a_url_may_name_a_database_after_the_service(servers):
     async with connect(f"{servers.url}/5") as five, connect(servers.url) as zero:
         await five.set("a", "1")
         assert await zero.get("a") is None
         await five.flushdb()
 
 
-async def test_calls_that_find_all_connections_in_use_wait_for_one(redis: RedisClient) -> None:
+async def test_calls_that_find_all_connections_in_use_wait_for_one(redis):
     runner = ScriptRunner(redis, TIMEOUT_S)
     await runner.one(register(KEYS, "a"))
     answers = await asyncio.gather(*(runner.one(REGISTERED) for _ in range(100)))
     assert {len(answer) for answer in answers} == {1}
 
 
-async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers: SentinelServers) -> None:
+async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers):
     for sentinel in servers.sentinels:
         with stopped(sentinel.pid):
             async with connect(servers.url, timeout_s=1.0) as redis:
@@ -103,17 +95,13 @@ async def test_calls_do_not_wait_for_a_sentinel_that_hangs(servers: SentinelServ
                 await overlap.match(runner, KEYS, [[SequenceHash(1)]])
 
 
-async def test_redis_is_unavailable_if_the_sentinels_do_not_know_the_service(
-    servers: SentinelServers,
-) -> None:
+async def test_redis_is_unavailable_if_the_sentinels_do_not_know_the_service(servers):
     async with connect(f"{servers.url}-other") as redis:
         with pytest.raises(RedisUnavailable, match=f"no master of '{SERVICE}-other'"):
             await ScriptRunner(redis, TIMEOUT_S).one(REGISTERED)
 
 
-async def test_scripts_that_only_read_run_on_replicas_if_configured(
-    redis: RedisClient, servers: SentinelServers
-) -> None:
+async def test_scripts_that_only_read_run_on_replicas_if_configured(redis, servers):
     runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
     release = reservations.release(KEYS, [reservations.Release("r1")])
     await runner.run([register(KEYS, "a"), release])
@@ -133,7 +121,7 @@ async def test_scripts_that_only_read_run_on_replicas_if_configured(
 
 
 @pytest.mark.parametrize("kind", each_kind())
-async def test_a_failover_is_followed(kind: str) -> None:
+async def test_a_failover_is_followed(kind):
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S, on_replicas=["match"])
@@ -144,7 +132,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
             with pytest.raises(RedisUnavailable):
                 await runner.one(REGISTERED)
 
-            async def look() -> Any:
+            async def look():
                 return (await runner.run_each([REGISTERED]))[0]
 
             found = await eventually(
@@ -157,9 +145,7 @@ async def test_a_failover_is_followed(kind: str) -> None:
 
 
 @pytest.mark.slow
-async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
-    servers: SentinelServers,
-) -> None:
+async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(servers):
     with SentinelServers(default_kind()) as others:
         await others.hand_over(within_s=FAILOVER_S)
         behind, ahead = servers.url.removesuffix(f"/{SERVICE}"), others.url.partition("://")[2]
@@ -168,14 +154,14 @@ async def test_the_sentinel_that_knows_of_the_latest_failover_is_believed(
 
 
 @pytest.mark.slow
-async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -> None:
+async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes():
     with SentinelServers(default_kind()) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
             await runner.run([register(KEYS, "a"), REGISTERED])
             await servers.hand_over(within_s=FAILOVER_S)
 
-            async def port_used_and_old_role() -> tuple[int, str]:
+            async def port_used_and_old_role():
                 async with Redis(port=servers.master.port) as old:
                     return await port_of(redis), (await old.info("replication"))["role"]
 
@@ -193,7 +179,7 @@ async def test_a_replaced_master_is_abandoned_although_it_still_takes_writes() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_master_that_becomes_a_replica_is_abandoned(kind: str) -> None:
+async def test_a_master_that_becomes_a_replica_is_abandoned(kind):
     with SentinelServers(kind) as servers:
         async with connect(servers.url) as redis:
             runner = ScriptRunner(redis, TIMEOUT_S)
@@ -201,7 +187,7 @@ async def test_a_master_that_becomes_a_replica_is_abandoned(kind: str) -> None:
             async with Redis(port=servers.sentinels[0].port) as sentinel:
                 await sentinel.execute_command("SENTINEL FAILOVER", SERVICE)
 
-            async def moved() -> bool:
+            async def moved():
                 # A script that writes, so that a replica cannot pass for the master.
                 await runner.run_each([register(KEYS, "b")])
                 try:

@@ -1,11 +1,7 @@
 """A namespace whose index is spread over a Redis Cluster."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 
@@ -14,8 +10,8 @@ from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
-from app.core.types import SequenceHash, TierOverlap
-from app.policy.decision import Decision, RouteRequest
+from app.core.types import TierOverlap
+from app.policy.decision import RouteRequest
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
@@ -24,7 +20,6 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running
 from tests.redis_servers import ClusterServers, default_kind
-from workers.agent.agent import Agent
 
 SHARDS = 12
 BLOCK_SIZE = 4
@@ -37,7 +32,7 @@ FAILOVER_S = 30.0
 
 
 @pytest.mark.slow
-async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while() -> None:
+async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_while():
     with ClusterServers(default_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
@@ -47,7 +42,7 @@ async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_
                 agents[n % 2].notify([Stored(tuple(chain), None)])
             whole = [(f"w{n % 2}", TierOverlap(device=BLOCKS)) for n in range(NUM_PROMPTS)]
 
-            async def placed() -> list[tuple[str, TierOverlap]]:
+            async def placed():
                 return [(d.worker.key.worker_id, d.overlap) for d in await look_up(router)]
 
             await eventually(placed, lambda found: found == whole)
@@ -70,7 +65,7 @@ async def test_only_prompts_of_a_shard_that_fails_over_lose_their_overlap_for_a_
             assert router.telemetry.registry.get_sample_value("kvroute_blind_decisions_total")
 
 
-async def test_an_unreachable_shard_does_not_keep_others_from_being_updated() -> None:
+async def test_an_unreachable_shard_does_not_keep_others_from_being_updated():
     with ClusterServers(default_kind()) as servers:
         keyspace = keyspace_away_from(servers, shard=1)
         async with AsyncExitStack() as stack:
@@ -79,7 +74,7 @@ async def test_an_unreachable_shard_does_not_keep_others_from_being_updated() ->
             for chain in CHAINS:
                 agent.notify([Stored(tuple(chain), None)])
 
-            async def overlaps() -> list[int]:
+            async def overlaps():
                 return [decision.overlap.total for decision in await look_up(router)]
 
             await eventually(overlaps, lambda found: found == [BLOCKS] * NUM_PROMPTS)
@@ -95,24 +90,24 @@ async def test_an_unreachable_shard_does_not_keep_others_from_being_updated() ->
             assert agent.incarnation == 1
 
 
-def keyspace_away_from(servers: ClusterServers, shard: int) -> Keyspace:
+def keyspace_away_from(servers, shard):
     """A keyspace whose keys outside the index are not on that master."""
     names = (Keyspace(f"spread{n}") for n in range(100))
     return next(keyspace for keyspace in names if servers.shard_of(keyspace["meta"]) != shard)
 
 
-def master_of(servers: ClusterServers, keyspace: Keyspace, chain: list[SequenceHash]) -> int:
+def master_of(servers, keyspace, chain):
     return servers.shard_of(keyspace.of_shard(shard_of(chain[0], SHARDS))["shard"])
 
 
-async def started_agent(stack: AsyncExitStack, url: str, keyspace: Keyspace, n: int) -> Agent:
+async def started_agent(stack, url, keyspace, n):
     redis = await stack.enter_async_context(connect(url))
     runner = ScriptRunner(redis, TIMEOUT_S)
     agent = fake_agent(runner, keyspace, f"w{n}", index_blocks=4000, shards=SHARDS)
     return await stack.enter_async_context(running(agent))
 
 
-async def started_router(stack: AsyncExitStack, url: str, keyspace: Keyspace) -> Router:
+async def started_router(stack, url, keyspace):
     redis = await stack.enter_async_context(connect(url))
     settings = RouterSettings(namespace=keyspace.namespace, policy="latency", seed=1)
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
@@ -121,17 +116,17 @@ async def started_router(stack: AsyncExitStack, url: str, keyspace: Keyspace) ->
     return router
 
 
-async def keep_running(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+async def keep_running(stack, work):
     task = asyncio.ensure_future(work)
 
-    async def stop() -> None:
+    async def stop():
         task.cancel()
         await asyncio.wait([task])
 
     stack.push_async_callback(stop)
 
 
-async def look_up(router: Router) -> list[Decision]:
+async def look_up(router):
     """Where each prompt would go. Reserves nothing."""
     return await asyncio.gather(
         *(

@@ -1,10 +1,7 @@
 """The simulation in virtual time agrees with a cluster of real processes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from app.simulation.setting import Setting
 from loadtest.replay import replay_policy
 from loadtest.report import summarise
 from loadtest.scenario import Scenario, simulate
-from loadtest.traces import Trace, read_trace
+from loadtest.traces import read_trace
 from tests.redis_servers import default_kind, require_redis
 
 SLICE = Path(__file__).parents[1] / "data" / "agentic-slice.jsonl"
@@ -31,7 +28,7 @@ simulation alone change the hit rates of `blocks` and `least_loaded` by up to 13
 `latency` by one. They do not change the order of the three."""
 
 
-async def live(trace: Trace, policy: str) -> dict[str, Any]:
+async def live(trace, policy):
     with Cluster(
         num_workers=WORKERS,
         num_replicas=REPLICAS,
@@ -43,7 +40,7 @@ async def live(trace: Trace, policy: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_policies() -> None:
+async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_policies():
     require_redis(default_kind())
     trace = read_trace(SLICE)
     scenario = Scenario(
@@ -57,10 +54,10 @@ async def test_a_replay_and_its_simulation_agree_on_hit_rate_and_the_order_of_po
         simulated["latency"]["hit_rate"], abs=HITS_AGREE_WITHIN
     )
 
-    def by_hit_rate(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    def by_hit_rate(summaries):
         return sorted(summaries, key=lambda policy: summaries[policy]["hit_rate"], reverse=True)
 
-    def by_ttft(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    def by_ttft(summaries):
         return sorted(summaries, key=lambda policy: summaries[policy]["ttft_mean_s"])
 
     assert by_hit_rate(replayed) == by_hit_rate(simulated) == POLICIES

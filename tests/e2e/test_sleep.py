@@ -1,9 +1,6 @@
 """A model whose last worker leaves, and that the next request wakes: real processes."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,14 +9,13 @@ from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.test_planner import workers
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
 
 
 @pytest.fixture
-def cluster(own_redis_server: EmbeddedRedis) -> Iterator[Cluster]:
+def cluster(own_redis_server):
     with Cluster(
         num_workers=0,
         num_replicas=1,
@@ -34,9 +30,7 @@ def cluster(own_redis_server: EmbeddedRedis) -> Iterator[Cluster]:
         yield started
 
 
-async def test_a_model_without_a_worker_is_woken_by_requests_on_every_path(
-    cluster: Cluster,
-) -> None:
+async def test_a_model_without_a_worker_is_woken_by_requests_on_every_path(cluster):
     async with httpx.AsyncClient(base_url=cluster.balancer_url, timeout=90) as http:
         asked = {"model": cluster.model, "prompt": "to be or not", "max_tokens": 4}
         for path, body in (

@@ -1,25 +1,19 @@
 """A router that is told to stop: what is under way goes on for a while, and then ends in order."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import models
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.test_engine import BODIES
 
 SLOW = 200
@@ -33,7 +27,7 @@ ENDINGS = {
 
 
 @asynccontextmanager
-async def routed(redis: Redis, url: str, *flags: str) -> AsyncIterator[tuple[Process, FakeEngine]]:
+async def routed(redis, url, *flags):
     """A router of its own process, before an engine that takes its time."""
     async with fake_engine(token_s=0.05) as engine:
         info = replace(worker_info("a", kv_total_blocks=10_000), address=engine.url, models=("m",))
@@ -50,18 +44,18 @@ async def routed(redis: Redis, url: str, *flags: str) -> AsyncIterator[tuple[Pro
             await asyncio.to_thread(process.end)
 
 
-async def asked(url: str, path: str, *, stream: bool) -> tuple[int, dict[str, str], str]:
+async def asked(url, path, *, stream):
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body: dict[str, Any] = {"model": "m", "stream": stream, **BODIES[path], limit: SLOW}
+    body = {"model": "m", "stream": stream, **BODIES[path], limit: SLOW}
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         answer = await client.post(path, json=body)
         return answer.status_code, dict(answer.headers), answer.text
 
 
-async def refused(url: str) -> None:
+async def refused(url):
     """Returns once new connections are."""
 
-    async def connects() -> bool:
+    async def connects():
         async with httpx.AsyncClient(base_url=url) as client:
             try:
                 await client.get("/health")
@@ -73,11 +67,11 @@ async def refused(url: str) -> None:
 
 
 async def test_what_takes_longer_than_a_stopping_router_waits_ends_as_its_dialect_ends(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with routed(redis, one_redis_server.url, "--drain-s=0.3") as (process, engine):
 
-        async def both(path: str) -> None:
+        async def both(path):
             streams = (
                 asked(process.url, path, stream=True),
                 asked(process.url, path, stream=False),
@@ -97,9 +91,7 @@ async def test_what_takes_longer_than_a_stopping_router_waits_ends_as_its_dialec
     assert "Traceback" not in process.said, process.said
 
 
-async def test_a_stopping_router_lets_streams_end_and_accepts_no_more(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_stopping_router_lets_streams_end_and_accepts_no_more(one_redis_server, redis):
     async with routed(redis, one_redis_server.url, "--drain-s=60") as (process, engine):
         path = "/v1/chat/completions"
         async with httpx.AsyncClient(base_url=process.url) as kept:
@@ -116,9 +108,7 @@ async def test_a_stopping_router_lets_streams_end_and_accepts_no_more(
 @pytest.mark.parametrize(
     "second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-async def test_a_second_signal_ends_a_router_at_once(
-    one_redis_server: EmbeddedRedis, redis: Redis, second: signal.Signals
-) -> None:
+async def test_a_second_signal_ends_a_router_at_once(one_redis_server, redis, second):
     async with routed(redis, one_redis_server.url, "--drain-s=60") as (process, engine):
         path = "/v1/completions"
         asking = asyncio.create_task(asked(process.url, path, stream=True))
@@ -133,8 +123,8 @@ async def test_a_second_signal_ends_a_router_at_once(
     assert "Traceback" not in process.said, process.said
 
 
-def _running(engine: FakeEngine) -> Any:
-    async def running() -> int:
+def _running(engine):
+    async def running():
         return engine.running
 
     return running

@@ -1,22 +1,18 @@
 """Processes that are told to stop, and of which something does not."""
 
-from __future__ import annotations
-
 import signal
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.conftest import listens
 from tests.e2e.engines import Process
 from tests.fake_worker import NAMESPACE
 
 SOON_S, LONG_S = "0.2", "3600"
-COMMANDS: dict[str, Sequence[str]] = {
+COMMANDS = {
     "router": ("router", "--drain-s=0"),
     "picker": ("picker", "--drain-s=0", "--grpc-port=0"),
     "worker": ("worker", "--drain-s=0"),
@@ -32,7 +28,7 @@ PLACES = {
 
 
 @contextmanager
-def hanging(task: str, late_s: str, redis_url: str, command: Sequence[str]) -> Iterator[Process]:
+def hanging(task, late_s, redis_url, command):
     common = (f"--redis-url={redis_url}", f"--namespace={NAMESPACE}", "--port=0")
     process = Process(task, late_s, *command, *common, module="tests.hanging")
     try:
@@ -52,8 +48,8 @@ def hanging(task: str, late_s: str, redis_url: str, command: Sequence[str]) -> I
     ],
 )
 def test_a_process_ends_whatever_a_task_does_and_says_which_did_not(
-    command: str, task: str, one_redis_server: EmbeddedRedis
-) -> None:
+    command, task, one_redis_server
+):
     with hanging(task, SOON_S, one_redis_server.url, COMMANDS[command]) as process:
         process.popen.send_signal(signal.SIGTERM)
         assert process.popen.wait() == 1
@@ -61,9 +57,7 @@ def test_a_process_ends_whatever_a_task_does_and_says_which_did_not(
 
 
 @pytest.mark.parametrize("command", ["router", "agent", "planner"])
-def test_a_second_signal_ends_a_process_at_once(
-    command: str, one_redis_server: EmbeddedRedis
-) -> None:
+def test_a_second_signal_ends_a_process_at_once(command, one_redis_server):
     with hanging("heedless", LONG_S, one_redis_server.url, COMMANDS[command]) as process:
         process.popen.send_signal(signal.SIGTERM)
         while listens(process.url):

@@ -1,11 +1,8 @@
 """Workers with a torch engine in a cluster of real processes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -15,9 +12,7 @@ import torch
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_healthy, worker_here
-from tests.e2e.conftest import OpenProbe, Probe
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import library, reference
@@ -29,7 +24,7 @@ PROMPT_TOKENS = 200
 REUSED = 192
 
 
-def torch_cluster(folder: Path, num_workers: int, kv_transfer: str = "") -> Cluster:
+def torch_cluster(folder, num_workers, kv_transfer=""):
     require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
@@ -53,13 +48,13 @@ def torch_cluster(folder: Path, num_workers: int, kv_transfer: str = "") -> Clus
     )
 
 
-def prompt(seed: int) -> bytes:
+def prompt(seed):
     """Raw token ids from the model's vocabulary."""
     tokens = np.random.default_rng(seed).integers(0, 256, PROMPT_TOKENS, np.uint32)
     return tokens.astype("<u4").tobytes()
 
 
-async def ask(probe: Probe, tokens: bytes) -> tuple[str, list[int], dict[str, int]]:
+async def ask(probe, tokens):
     """The worker chosen, the tokens it answered, and its cached prompt tokens by tier."""
     choice = await probe.route(tokens)
     response = await probe.http.post(
@@ -67,36 +62,34 @@ async def ask(probe: Probe, tokens: bytes) -> tuple[str, list[int], dict[str, in
         content=tokens,
         headers={"content-type": "application/octet-stream"},
     )
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     await probe.release(choice["request_id"])
     details = answer["usage"]["prompt_tokens_details"]
     cached = {tier: n for tier, n in details["cached_tokens_by_tier"].items() if n}
     return choice["worker_id"], answer["choices"][0]["token_ids"], cached
 
 
-async def complete(
-    probe: Probe, url: str, tokens: bytes, cache_salt: str = "", **transfer: Any
-) -> dict[str, Any]:
+async def complete(probe, url, tokens, cache_salt="", **transfer):
     """What a worker answers, or with "" a router; transfer: the members of kv_transfer_params."""
     fields = {"prompt": np.frombuffer(tokens, "<u4").tolist(), "max_tokens": 4, "temperature": 0}
     fields |= {"model": MODEL, "cache_salt": cache_salt or None, "return_token_ids": True}
     if transfer:
         fields["kv_transfer_params"] = transfer
     response = await probe.http.post(f"{url}/v1/completions", json=fields)
-    answer: dict[str, Any] = response.json()
+    answer = response.json()
     assert response.status_code == 200, answer
     return answer
 
 
-def told(answer: dict[str, Any]) -> tuple[list[int], int]:
+def told(answer):
     """The tokens, and how many prompt tokens were not computed."""
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["token_ids"], cached
 
 
 async def test_a_prompt_goes_back_to_who_computed_it_and_another_process_goes_on_from_there(
-    tmp_path: Path, open_probe: OpenProbe
-) -> None:
+    tmp_path, open_probe
+):
     with torch_cluster(tmp_path, num_workers=2, kv_transfer="kvroute") as cluster:
         probe = open_probe(cluster)
         first = await ask(probe, prompt(9))
@@ -127,8 +120,8 @@ async def test_a_prompt_goes_back_to_who_computed_it_and_another_process_goes_on
 
 
 async def test_a_prompt_with_the_hashes_of_another_and_another_salt_get_nothing_of_it(
-    tmp_path: Path, open_probe: OpenProbe
-) -> None:
+    tmp_path, open_probe
+):
     given, twin = (
         np.array([*TWINS[name], *range(16, PROMPT_TOKENS)], "<u4").tobytes()
         for name in ("block", "twin")
@@ -137,7 +130,7 @@ async def test_a_prompt_with_the_hashes_of_another_and_another_salt_get_nothing_
         probe = open_probe(cluster)
         source, target = (member.url for member in cluster.workers)
 
-        async def answer(url: str, tokens: bytes, salt: str) -> tuple[list[int], int]:
+        async def answer(url, tokens, salt):
             return told(await complete(probe, url, tokens, salt))
 
         # What each comes to where nothing of any other is held.
@@ -172,15 +165,13 @@ async def test_a_prompt_with_the_hashes_of_another_and_another_salt_get_nothing_
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(
-    tmp_path: Path, open_probe: OpenProbe
-) -> None:
+async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(tmp_path, open_probe):
     with torch_cluster(tmp_path, num_workers=1) as cluster:
         probe = open_probe(cluster)
         first = await ask(probe, prompt(1))
         seeds = iter(range(2, 40))
 
-        async def on_disk() -> int:
+        async def on_disk():
             """How many blocks of the first prompt are on disk, after one more other prompt."""
             await ask(probe, prompt(next(seeds)))
             choice = await probe.route(prompt(1), reserve="false")
@@ -191,7 +182,7 @@ async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(
         cluster.workers[0].process.wait()
         member = cluster.start_worker(0)
 
-        async def held() -> bool:
+        async def held():
             workers = await probe.workers()
             is_new = "w0" in workers and workers["w0"]["address"] == member.url
             return is_new and bool(await probe.overlaps(prompt(1)))
@@ -202,9 +193,7 @@ async def test_a_killed_worker_comes_back_with_the_blocks_it_had_on_disk(
     assert again == (first[0], first[1], {"disk": REUSED})
 
 
-async def test_a_checkpoint_with_a_tokenizer_is_served_as_text(
-    tmp_path: Path, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_checkpoint_with_a_tokenizer_is_served_as_text(tmp_path, one_redis_server):
     tokenizer = library("bytes")
     expected = reference(vocab_size=tokenizer.get_vocab_size(), eos_token_id=None)
     expected.save_pretrained(tmp_path / "model")

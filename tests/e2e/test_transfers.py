@@ -1,12 +1,9 @@
 """KV that travels in a cluster of processes: by price, some requests are split, and some prefixes
 fetched."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
-from typing import Any
 
 import httpx
 from redis import Redis
@@ -14,7 +11,6 @@ from redis import Redis
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_healthy, worker_here
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_redis
@@ -23,7 +19,7 @@ BLOCK = 16
 ROUNDS, AT_ONCE = 4, 12
 
 
-def cluster(num_workers: int, **roles: Any) -> Cluster:
+def cluster(num_workers, **roles):
     require_redis(default_kind())
     return Cluster(
         num_workers=num_workers,
@@ -37,40 +33,36 @@ def cluster(num_workers: int, **roles: Any) -> Cluster:
     )
 
 
-async def ask(http: httpx.AsyncClient, model: str, prompt: list[int]) -> httpx.Response:
+async def ask(http, model, prompt):
     body = {"model": model, "prompt": prompt, "max_tokens": 40, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer
 
 
-def ids(answer: httpx.Response) -> list[int]:
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
+def ids(answer):
+    return answer.json()["choices"][0]["token_ids"]
 
 
-async def overlaps(http: httpx.AsyncClient, prompt: list[int]) -> dict[str, int]:
+async def overlaps(http, prompt):
     """Leading blocks of the prompt that the index says each worker holds."""
     asked = {"token_ids": prompt, "explain": True, "reserve": False}
     decision = (await http.post("/v1/route", json=asked)).json()
     return {one["worker_id"]: one["overlap_blocks"]["device"] for one in decision["candidates"]}
 
 
-async def cached_at(url: str, model: str, prompt: list[int]) -> int:
+async def cached_at(url, model, prompt):
     body = {"model": model, "prompt": prompt, "max_tokens": 1}
     async with httpx.AsyncClient(base_url=url, timeout=60) as worker:
         usage = (await worker.post("/v1/completions", json=body)).json()["usage"]
-    cached: int = usage["prompt_tokens_details"]["cached_tokens"]
-    return cached
+    return usage["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_texts_are_those_of_one_worker_and_stated_overlaps_are_cached(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_texts_are_those_of_one_worker_and_stated_overlaps_are_cached(one_redis_server):
     rng = random.Random(3)
     prefixes = [[rng.randrange(5, 400) for _ in range(3000)] for _ in range(3)]
-    forms: Counter[str] = Counter()
-    answered: list[tuple[list[int], list[int]]] = []
+    forms = Counter()
+    answered = []
     with cluster(4, num_prefill=1, num_decode=1) as together:
         async with httpx.AsyncClient(base_url=together.balancer_url, timeout=60) as http:
             for _ in range(ROUNDS):
@@ -102,9 +94,7 @@ async def test_texts_are_those_of_one_worker_and_stated_overlaps_are_cached(
             assert ids(await ask(http, together.model, prompt)) == tokens
 
 
-async def agree(
-    http: httpx.AsyncClient, model: str, prompt: list[int], workers: dict[str, str]
-) -> None:
+async def agree(http, model, prompt, workers):
     """Once nothing is under way, the index says what each worker has cached."""
     stated = await overlaps(http, prompt)
     for name, url in workers.items():
@@ -112,5 +102,5 @@ async def agree(
         assert await cached_at(url, model, prompt) == BLOCK * min(stated[name], most), name
 
 
-async def num_reserved(redis: Redis, among: Cluster) -> int:
-    return int(redis.hlen(among.keyspace["reservations"]))  # type: ignore[arg-type]
+async def num_reserved(redis, among):
+    return int(redis.hlen(among.keyspace["reservations"]))

@@ -1,14 +1,11 @@
 """`kvroute up --engine`: what runs already, behind a router, by one command."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +16,7 @@ from tests.test_cli import kvroute_here
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments):
     require_redis(default_kind())
     command = [sys.executable, "-m", "app.cli", "up", "--port=0", "--no-haproxy", *arguments]
     with subprocess.Popen(
@@ -34,7 +31,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def up(*arguments: str) -> Iterator[list[str]]:
+def up(*arguments):
     """What it prints until it waits for Ctrl-C."""
     with started(*arguments) as process:
         assert process.stdout is not None
@@ -43,17 +40,16 @@ def up(*arguments: str) -> Iterator[list[str]]:
         yield said
 
 
-def run(said: list[str], path: str) -> dict[str, object]:
+def run(said, path):
     """The command for a path, as it is printed."""
     [line] = [line for line in said if "curl -s http://" in line and path in line]
     words = shlex.split(line)
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-    answer: dict[str, object] = json.loads(done.stdout)
-    return answer
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_engines_that_run_already_need_one_command() -> None:
+def test_engines_that_run_already_need_one_command():
     with (
         engine(model="one") as first,
         engine(model="one") as second,
@@ -67,7 +63,7 @@ def test_engines_that_run_already_need_one_command() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named() -> None:
+def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named():
     with (
         engine(publishes=False) as silent,
         started(f"--engine={silent.url}") as process,
@@ -83,7 +79,7 @@ def test_an_engine_that_publishes_nothing_is_a_worker_and_the_flag_is_named() ->
 
 
 @pytest.mark.slow
-def test_it_waits_for_an_engine_that_loads() -> None:
+def test_it_waits_for_an_engine_that_loads():
     with engine() as gone:
         port = int(gone.url.rpartition(":")[2])
     with started(f"--engine=http://127.0.0.1:{port}") as process:
@@ -96,7 +92,7 @@ def test_it_waits_for_an_engine_that_loads() -> None:
 
 
 @pytest.mark.parametrize("engine", ["abacus", "sim,torch", "http://127.0.0.1:1,sim", "ftp://h"])
-def test_an_engine_is_one_of_ours_or_a_url(engine: str) -> None:
+def test_an_engine_is_one_of_ours_or_a_url(engine):
     ended = kvroute_here("up", f"--engine={engine}")
     assert ended.exit_code == 2
     assert "sim, torch or http" in ended.output
@@ -109,7 +105,7 @@ def test_an_engine_is_one_of_ours_or_a_url(engine: str) -> None:
         (["--planner"], "--planner: not together with --engine URL"),
     ],
 )
-def test_beside_engines_nothing_else_is_a_worker(options: list[str], why: str) -> None:
+def test_beside_engines_nothing_else_is_a_worker(options, why):
     ended = kvroute_here("up", "--engine=http://127.0.0.1:1", *options)
     assert ended.exit_code == 1
     assert why in ended.output

@@ -1,7 +1,5 @@
 """A loaded cluster is upgraded as docs/upgrading.md says, and no request is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -22,7 +19,7 @@ import orjson
 import pytest
 
 from app.core.keys import DATA_VERSION
-from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port, system_binary
+from app.local.redis_server import LOOPBACK, free_port, system_binary
 from tests.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -39,14 +36,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     pytest.importorskip("hatchling")
     if system_binary("haproxy") is None:
         pytest.skip("haproxy is not installed")
     return tmp_path_factory.mktemp("releases")
 
 
-def source_of_the_last_release(into: Path) -> None:
+def source_of_the_last_release(into):
     archive = subprocess.run(
         ["git", "archive", LAST_RELEASE], cwd=ROOT, capture_output=True, check=False
     )
@@ -56,7 +53,7 @@ def source_of_the_last_release(into: Path) -> None:
     subprocess.run(["tar", "-x", "-C", into], input=archive.stdout, check=True)
 
 
-def own_source(into: Path, *, version: str = "", data_version: int = DATA_VERSION) -> None:
+def own_source(into, *, version="", data_version=DATA_VERSION):
     """This checkout, as it would be released with these versions."""
     left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "shared")
     shutil.copytree(ROOT, into, ignore=left_out)
@@ -70,7 +67,7 @@ def own_source(into: Path, *, version: str = "", data_version: int = DATA_VERSIO
             (into / path).write_text(changed)
 
 
-def installed(source: Path) -> Path:
+def installed(source):
     """The folder with the commands of the wheel that is built from a source."""
     wheels, there = source.with_suffix(".wheels"), source.with_suffix(".installed")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
@@ -86,7 +83,7 @@ def installed(source: Path) -> Path:
     return command.parent
 
 
-def data_version_in(commands: Path) -> int:
+def data_version_in(commands):
     asked = "from app.core.keys import DATA_VERSION; print(DATA_VERSION)"
     environment = {**os.environ, "PYTHONPATH": str(commands.parent)}
     told = subprocess.run(
@@ -96,25 +93,25 @@ def data_version_in(commands: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def release(folder: Path) -> Callable[[str], Path]:
+def release(folder):
     """By name, a release whose commands are in that folder: the last one; this one; and what may
     come after it."""
 
     @cache
-    def made(name: str) -> Path:
+    def made(name):
         source = folder / name
         if name == "last":
             source_of_the_last_release(source)
         else:
             later = {"this": {}, "later": {"version": "99.0.0"}}
             next_one = {"version": "99.0.0", "data_version": DATA_VERSION + 1}
-            own_source(source, **(later | {"next": next_one})[name])  # type: ignore[arg-type]
+            own_source(source, **(later | {"next": next_one})[name])
         return installed(source)
 
     return made
 
 
-def pair_of(release: Callable[[str], Path], *, same_version: bool) -> tuple[Path, Path]:
+def pair_of(release, *, same_version):
     """The commands of an old release and of a new one: the last one and this, if their versions of
     the data model are as asked for; else this one and what may follow."""
     last = release("last")
@@ -123,7 +120,7 @@ def pair_of(release: Callable[[str], Path], *, same_version: bool) -> tuple[Path
     return release("this"), release("later" if same_version else "next")
 
 
-def blocks(heading: str) -> list[str]:
+def blocks(heading):
     """The commands that the page has under a heading."""
     [section] = re.findall(rf"(?ms)^## {heading}\n(.*?)(?=^## |\Z)", PAGE)
     return re.findall(r"(?ms)^```sh\n(.*?)^```", section)
@@ -132,7 +129,7 @@ def blocks(heading: str) -> list[str]:
 class Fleet:
     """Two routers and two workers of the old release, the balancer, and what is started later."""
 
-    def __init__(self, old: Path, new: Path, server: EmbeddedRedis, folder: Path) -> None:
+    def __init__(self, old, new, server, folder):
         self.ports = [free_port() for _ in range(4)]
         """Of the old routers and of the new ones."""
         self.old_urls = [f"http://{LOOPBACK}:{port}" for port in self.ports[:2]]
@@ -148,15 +145,15 @@ class Fleet:
             "PATH": f"{new}:{os.environ['PATH']}",
         }
         self._old, self._folder = str(old / "kvroute"), folder
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running = []
         self.old_routers = [self._start("router", f"--port={port}") for port in self.ports[:2]]
         self.old_workers = [self._start("worker", "--port=0", f"--worker-id=old-{n}") for n in PAIR]
         self._balance(front, enabled=2)
 
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(self, *arguments):
         return self._run([self._old, *arguments], self.environment)
 
-    def _run(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _run(self, command, environment):
         """A process, and what it starts itself, until the end."""
         with (self._folder / f"log-{len(self._running)}").open("wb") as log:
             process = subprocess.Popen(
@@ -165,7 +162,7 @@ class Fleet:
         self._running.append(process)
         return process
 
-    def _balance(self, front: int, enabled: int) -> None:
+    def _balance(self, front, enabled):
         self._stats = self._folder / "stats"
         servers = "".join(
             f"    server r{n} {LOOPBACK}:{port} {'' if n < enabled else 'disabled'}\n"
@@ -178,24 +175,24 @@ class Fleet:
         command = [str(system_binary("haproxy")), "-db", "-f", str(config)]
         self._run(command, {**os.environ, **where})
 
-    def put_behind_the_balancer(self, *numbers: int, verb: bytes = b"enable") -> None:
+    def put_behind_the_balancer(self, *numbers, verb=b"enable"):
         for number in numbers:
             with socket.socket(socket.AF_UNIX) as to_haproxy:
                 to_haproxy.connect(str(self._stats))
                 to_haproxy.sendall(b"%b server routers/r%d\n" % (verb, number))
                 to_haproxy.recv(4096)
 
-    async def follow(self, text: str, **variables: str) -> None:
+    async def follow(self, text, **variables):
         """Do what a block of the page says."""
         script = self._run(["bash", "-euxc", text], self.environment | variables)
 
-        async def status() -> int | None:
+        async def status():
             # Whose parent does not ask how they ended would still be there for `kill -0`.
             return [process.poll() for process in self._running][self._running.index(script)]
 
         assert await eventually(status, lambda code: code is not None, within_s=180.0) == 0
 
-    def end(self) -> None:
+    def end(self):
         for process in self._running:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -204,7 +201,7 @@ class Fleet:
 
 
 @contextmanager
-def fleet(old: Path, new: Path, server: EmbeddedRedis, folder: Path) -> Iterator[Fleet]:
+def fleet(old, new, server, folder):
     started = Fleet(old, new, server, folder)
     try:
         yield started
@@ -216,14 +213,14 @@ class Load:
     """Chats of some clients, one after another, streamed or not. answered: by worker; and what was
     answered instead."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http):
         self._http = http
-        self.answered: Counter[str] = Counter()
-        self.lost: list[str] = []
-        self.long_s: list[float] = []
+        self.answered = Counter()
+        self.lost = []
+        self.long_s = []
         """How long each long answer took."""
 
-    async def ask(self, client: int) -> None:
+    async def ask(self, client):
         number = 0
         while True:
             number += 1
@@ -246,7 +243,7 @@ class Load:
             except httpx.TransportError as error:
                 self.lost.append(repr(error))
 
-    def _judge(self, answer: httpx.Response, is_stream: bool, num_tokens: int) -> None:
+    def _judge(self, answer, is_stream, num_tokens):
         text = answer.text
         if answer.status_code != 200:
             self.lost.append(f"{answer.status_code}: {text}")
@@ -260,10 +257,10 @@ class Load:
             self.lost.append(text[-500:])
         self.answered[answer.headers.get("x-kvroute-worker", "?")] += 1
 
-    async def goes_to(self, name: str) -> None:
+    async def goes_to(self, name):
         """Returns once all of what is asked goes to workers whose names begin so."""
 
-        async def lately() -> set[str]:
+        async def lately():
             before = self.answered.copy()
             await asyncio.sleep(1)
             return {worker[:3] for worker in (self.answered - before)}
@@ -271,10 +268,10 @@ class Load:
         await eventually(lately, lambda found: found == {name}, within_s=60.0)
 
 
-async def until_whole(fleet: Fleet, http: httpx.AsyncClient) -> None:
+async def until_whole(fleet, http):
     """Returns once the balancer has both old routers, and each of these both old workers."""
 
-    async def workers(url: str) -> int:
+    async def workers(url):
         with suppress(httpx.TransportError):
             answer = await http.get(f"{url}/v1/workers")
             models = (await http.get(f"{url}/v1/models")).json()
@@ -282,11 +279,11 @@ async def until_whole(fleet: Fleet, http: httpx.AsyncClient) -> None:
         return 0
 
     for url in (*fleet.old_urls, *[fleet.url] * 4):
-        await eventually(lambda url=url: workers(url), lambda found: found == 2, within_s=90.0)  # type: ignore[misc]
+        await eventually(lambda url=url: workers(url), lambda found: found == 2, within_s=90.0)
 
 
 @asynccontextmanager
-async def load(fleet: Fleet) -> AsyncIterator[Load]:
+async def load(fleet):
     """Nothing of it is lost."""
     async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as http:
         await until_whole(fleet, http)
@@ -306,8 +303,8 @@ async def load(fleet: Fleet) -> AsyncIterator[Load]:
 
 
 async def test_parts_are_replaced_one_by_one_where_the_data_version_stays(
-    release: Callable[[str], Path], one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    release, one_redis_server, tmp_path
+):
     worker_block, router_block = blocks("The same data version")
     old, new = pair_of(release, same_version=True)
     with fleet(old, new, one_redis_server, tmp_path) as fleet_:
@@ -326,8 +323,8 @@ async def test_parts_are_replaced_one_by_one_where_the_data_version_stays(
 
 
 async def test_a_second_namespace_takes_over_where_the_data_version_rises(
-    release: Callable[[str], Path], one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    release, one_redis_server, tmp_path
+):
     start, stop = blocks("The next data version")
     old, new = pair_of(release, same_version=False)
     with fleet(old, new, one_redis_server, tmp_path) as fleet_:

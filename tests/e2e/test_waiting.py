@@ -1,10 +1,6 @@
 """Requests wait in line in a cluster of real processes, while callers and routers vanish."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +21,7 @@ NUM_REPLICAS = 3
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """One worker that takes one request at a time, and three replicas at which requests wait."""
     require_redis(default_kind())
     with Cluster(
@@ -41,53 +37,51 @@ def cluster() -> Iterator[Cluster]:
 class Clients:
     """A client of each replica, and of Redis."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster):
         self.cluster = cluster
         self.http = [httpx.AsyncClient(base_url=m.url, timeout=60.0) for m in cluster.routers]
-        self.redis: Any = Redis.from_url(cluster.redis_url)
+        self.redis = Redis.from_url(cluster.redis_url)
 
-    async def __aenter__(self) -> Clients:
+    async def __aenter__(self):
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         for client in self.http:
             await client.aclose()
         await self.redis.aclose()
 
-    async def route(self, replica: int, request_id: str, **options: Any) -> httpx.Response:
+    async def route(self, replica, request_id, **options):
         body = {"token_ids": [1, 2, 3], "request_id": request_id}
         return await self.http[replica].post("/v1/route", json=body, **options)
 
-    async def release(self, replica: int, request_id: str) -> None:
+    async def release(self, replica, request_id):
         answer = await self.http[replica].delete(f"/v1/requests/{request_id}")
         assert answer.json()["found"], request_id
 
-    async def waiting(self) -> int:
+    async def waiting(self):
         return int(await self.redis.zcard(self.cluster.keyspace["waiting:normal:"]))
 
-    async def waiting_becomes(self, expected: int) -> None:
+    async def waiting_becomes(self, expected):
         await eventually(self.waiting, lambda found: found == expected)
 
-    async def reserved(self) -> set[str]:
+    async def reserved(self):
         ids = await self.redis.hkeys(self.cluster.keyspace["reservations"])
         return {request_id.decode() for request_id in ids}
 
 
-async def test_who_leaves_the_line_leaves_nothing_in_it_and_holds_up_no_other(
-    cluster: Cluster,
-) -> None:
+async def test_who_leaves_the_line_leaves_nothing_in_it_and_holds_up_no_other(cluster):
     async with Clients(cluster) as clients:
         await a_caller_hangs_up(clients)
         await a_replica_is_killed(clients)
         await a_replica_is_told_to_stop(clients)
 
 
-async def a_replica_is_killed(clients: Clients) -> None:
+async def a_replica_is_killed(clients):
     """The first."""
     assert (await clients.route(0, "first")).status_code == 200
-    order: list[str] = []
+    order = []
 
-    async def wait(replica: int, request_id: str) -> None:
+    async def wait(replica, request_id):
         try:
             answer = await clients.route(replica, request_id)
         except httpx.RemoteProtocolError:
@@ -113,7 +107,7 @@ async def a_replica_is_killed(clients: Clients) -> None:
     assert findings == []
 
 
-async def a_caller_hangs_up(clients: Clients) -> None:
+async def a_caller_hangs_up(clients):
     assert (await clients.route(0, "first")).status_code == 200
     hangs_up = asyncio.ensure_future(clients.route(1, "gone"))
     await clients.waiting_becomes(1)
@@ -131,7 +125,7 @@ async def a_caller_hangs_up(clients: Clients) -> None:
     await clients.release(2, "stays")
 
 
-async def a_replica_is_told_to_stop(clients: Clients) -> None:
+async def a_replica_is_told_to_stop(clients):
     """The second; it refuses what waits there."""
     assert (await clients.route(2, "first")).status_code == 200
     waits = asyncio.ensure_future(clients.route(1, "r1"))
@@ -142,8 +136,8 @@ async def a_replica_is_told_to_stop(clients: Clients) -> None:
     await clients.waiting_becomes(0)
 
 
-async def test_requests_wait_in_line_on_a_redis_cluster_too() -> None:
-    settings: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
+async def test_requests_wait_in_line_on_a_redis_cluster_too():
+    settings = {"wait_queue": 50, "wait_timeout_s": 60.0}
     with ClusterServers(default_kind()) as servers:
         async with (
             connect(servers.url) as redis,

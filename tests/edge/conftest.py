@@ -1,29 +1,22 @@
 """Router replicas in this process, on a real Redis with fake workers."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
-from app.local.redis_server import EmbeddedRedis
 from tests.fake_worker import NAMESPACE, FakeWorkers
 
 
 class StartReplica(Protocol):
-    def __call__(
-        self, redis_url: str, **settings: Any
-    ) -> AbstractAsyncContextManager[httpx.AsyncClient]: ...
+    def __call__(self, redis_url, **settings): ...
 
 
 @asynccontextmanager
-async def started_replica(redis_url: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def started_replica(redis_url, **settings):
     """A client of a replica in this process."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000} | settings
     app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
@@ -37,21 +30,19 @@ async def started_replica(redis_url: str, **settings: Any) -> AsyncIterator[http
 
 
 @pytest.fixture
-def replica() -> StartReplica:
+def replica():
     """Starts a replica and yields a client of it: `async with replica(redis_url, **settings)`."""
     return started_replica
 
 
 @pytest.fixture
-async def workers(redis: Redis) -> FakeWorkers:
+async def workers(redis):
     """A fleet, without workers so far, on the Redis of `client`."""
     return FakeWorkers(redis)
 
 
 @pytest.fixture
-async def client(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> AsyncIterator[httpx.AsyncClient]:
+async def client(one_redis_server, replica):
     """A client of one replica with a seed and otherwise default settings."""
     async with replica(one_redis_server.url) as client:
         yield client

@@ -1,7 +1,5 @@
 """Bodies -> prompts -> chains, without a router."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest
@@ -21,12 +19,12 @@ LOCAL, CHAIN = compute_hashes(ABCDEFGHIJ, 4)
 MAX = 100
 
 
-def body_of(text: bytes, max_tokens: int = MAX) -> Prompt:
+def body_of(text, max_tokens=MAX):
     body, tokens = ask.parse(RouteBody, text)
     return ask.of_body(body, tokens, max_tokens)
 
 
-async def test_ten_tokens_are_two_full_blocks_of_four() -> None:
+async def test_ten_tokens_are_two_full_blocks_of_four():
     prompt = ask.of_tokens(RouteOptions(), PACKED, MAX)
     assert prompt.num_tokens == 10
     assert await prompt.chain(4) == CHAIN
@@ -34,12 +32,12 @@ async def test_ten_tokens_are_two_full_blocks_of_four() -> None:
     assert await prompt.chain(11) == []
 
 
-async def test_tokens_in_json_and_packed_tokens_give_the_same_chain() -> None:
+async def test_tokens_in_json_and_packed_tokens_give_the_same_chain():
     prompt = body_of(b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74]}')
     assert (prompt.num_tokens, await prompt.chain(4)) == (10, CHAIN)
 
 
-async def test_hashes_of_the_client_give_the_same_chain() -> None:
+async def test_hashes_of_the_client_give_the_same_chain():
     first, second = LOCAL
     text = f'{{"local_hashes": [{first}, "{second:016x}"], "num_tokens": 10}}'
     prompt = body_of(text.encode())
@@ -48,14 +46,14 @@ async def test_hashes_of_the_client_give_the_same_chain() -> None:
     assert await ask.of_hashes(body.local_hashes, body.num_tokens, MAX).chain(4) == CHAIN
 
 
-async def test_adapter_and_cache_namespace_change_the_chain() -> None:
+async def test_adapter_and_cache_namespace_change_the_chain():
     options = RouteOptions(lora_name="sql", cache_namespace="tenant")
     chain = await ask.of_tokens(options, PACKED, MAX).chain(4)
     assert chain == compute_hashes(ABCDEFGHIJ, 4, seed=seed_for("sql", "tenant"))[1]
     assert chain != CHAIN
 
 
-async def test_images_change_the_chain_from_the_block_on_that_they_touch() -> None:
+async def test_images_change_the_chain_from_the_block_on_that_they_touch():
     text = b'{"token_ids": [65, 66, 67, 68, 69, 70, 71, 72, 73, 74], "mm_hashes": [[], [7]]}'
     first, second = await body_of(text).chain(4)
     assert first == CHAIN[0]
@@ -63,14 +61,14 @@ async def test_images_change_the_chain_from_the_block_on_that_they_touch() -> No
 
 
 @pytest.mark.parametrize("block_size", [3, 5, 11])
-async def test_images_need_a_list_for_each_full_block(block_size: int) -> None:
+async def test_images_need_a_list_for_each_full_block(block_size):
     prompt = Prompt(10, tokens=PACKED, mm_hashes=[[], [7], [], []][: 10 // block_size + 1])
     with pytest.raises(InvalidRequest, match="mm_hashes: got") as refused:
         await prompt.chain(block_size)
     assert refused.value.field == "mm_hashes"
 
 
-async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None:
+async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused():
     prompt = ask.of_hashes([1, 2, 3], 11, MAX)
     with pytest.raises(
         InvalidRequest, match="3 full blocks of 4 tokens do not fit into num_tokens"
@@ -79,7 +77,7 @@ async def test_more_hashes_than_the_prompt_has_full_blocks_are_refused() -> None
     assert len(await prompt.chain(3)) == 3
 
 
-async def test_a_prompt_is_less_than_a_block_longer_than_its_hashes() -> None:
+async def test_a_prompt_is_less_than_a_block_longer_than_its_hashes():
     for num_tokens in (8, 11):
         assert len(await ask.of_hashes([1, 2], num_tokens, MAX).chain(4)) == 2
     prompt = ask.of_hashes([1, 2], 12, MAX)
@@ -89,7 +87,7 @@ async def test_a_prompt_is_less_than_a_block_longer_than_its_hashes() -> None:
     assert len(await lookup.chain(4)) == 2
 
 
-async def test_a_chain_computed_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chain_computed_in_parts_is_the_same(monkeypatch):
     tokens = list(range(1003))
     packed = struct.pack("<1003I", *tokens)
     items = [[n % 3] * (n % 2) for n in range(250)]
@@ -121,13 +119,13 @@ async def test_a_chain_computed_in_parts_is_the_same(monkeypatch: pytest.MonkeyP
         (b'{"token_ids": []}', "token_ids"),
     ],
 )
-def test_a_body_without_exactly_one_prompt_is_refused(text: bytes, field: str) -> None:
+def test_a_body_without_exactly_one_prompt_is_refused(text, field):
     with pytest.raises(InvalidRequest) as refused:
         body_of(text)
     assert refused.value.field == field
 
 
-async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
+async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer():
     assert ask.of_tokens(RouteOptions(), PACKED, 10).num_tokens == 10
     assert len(await ask.of_hashes([1, 2], 10, 10).chain(4)) == 2
     for too_long in (
@@ -139,19 +137,19 @@ async def test_a_prompt_may_be_as_long_as_permitted_and_no_longer() -> None:
             too_long()
 
 
-async def test_bytes_that_are_no_whole_tokens_are_refused() -> None:
+async def test_bytes_that_are_no_whole_tokens_are_refused():
     with pytest.raises(InvalidRequest) as refused:
         await ask.of_tokens(RouteOptions(), PACKED + b"x", MAX).chain(4)
     assert refused.value.field == "token_ids"
 
 
-def test_options_in_a_query_are_read_as_in_a_body() -> None:
+def test_options_in_a_query_are_read_as_in_a_body():
     query = QueryParams("exclude=w1&exclude=w2:1&reserve=false&priority=high")
     options = ask.options_in_query(query)
     assert options == RouteOptions(exclude=["w1", "w2:1"], reserve=False, priority="high")
 
 
 @pytest.mark.parametrize("query", ["colour=red", "priority=urgent", "reserve=perhaps"])
-def test_an_option_that_is_none_is_refused(query: str) -> None:
+def test_an_option_that_is_none_is_refused(query):
     with pytest.raises(ValidationError):
         ask.options_in_query(QueryParams(query))

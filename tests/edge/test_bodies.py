@@ -1,9 +1,5 @@
 """Plainly valid bodies bypass pydantic, which must make no difference to the result."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +36,7 @@ bodies = st.builds(
 )
 
 
-def outcome(read: Callable[[], tuple[RouteBody | FindBestWorker, bytes | None]]) -> object:
+def outcome(read):
     """What was read from a body, or the errors in it."""
     try:
         body, tokens = read()
@@ -55,15 +51,13 @@ def outcome(read: Callable[[], tuple[RouteBody | FindBestWorker, bytes | None]])
 @pytest.mark.parametrize("model", [RouteBody, FindBestWorker])
 @given(raw=bodies)
 @settings(max_examples=250)
-def test_every_body_is_read_as_pydantic_reads_it(
-    model: type[RouteBody] | type[FindBestWorker], raw: bytes
-) -> None:
+def test_every_body_is_read_as_pydantic_reads_it(model, raw):
     assert outcome(lambda: parse(model, raw)) == outcome(
         lambda: (model.model_validate_json(raw), None)
     )
 
 
-def test_without_simdjson_pydantic_reads_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_simdjson_pydantic_reads_everything(monkeypatch):
     raw = b'{"token_ids": [1, 2], "reserve": false}'
     fast = outcome(lambda: parse(RouteBody, raw))
     monkeypatch.setattr(json_numbers, "simdjson", None)
@@ -81,14 +75,14 @@ def test_without_simdjson_pydantic_reads_everything(monkeypatch: pytest.MonkeyPa
         '"exclude": [1, 2]',
     ],
 )
-def test_only_the_first_bad_item_of_an_array_is_an_error(field: str) -> None:
+def test_only_the_first_bad_item_of_an_array_is_an_error(field):
     with pytest.raises(ValidationError) as refused:
         parse(RouteBody, f"{{{field}}}".encode())
     assert refused.value.error_count() == 1
 
 
 @pytest.mark.skipif(json_numbers.simdjson is None, reason="simdjson has no wheel for this Python")
-def test_no_value_is_looked_up_in_a_body_with_unknown_fields() -> None:
+def test_no_value_is_looked_up_in_a_body_with_unknown_fields():
     # To find a field, simdjson scans them all: in a body of 20,000, this took 0.75 s.
     with pytest.raises(ValueError, match=r"^junk is unknown"):
         ask._fields(RouteBody, b'{"junk": 0}')

@@ -1,22 +1,15 @@
 """The console's paths over HTTP, on a real Redis with fake workers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.console import console, kept, roster, sampler
 from app.console.page import POLICY
 from app.core.worker_report import ForwardPassMetrics
-from app.local.redis_server import EmbeddedRedis
 from app.state import replicas
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
 from tests.redis_servers import stopped
@@ -26,17 +19,17 @@ ASKED = {"x-kvroute-console": "1"}
 PROMPT = list(range(8))
 
 
-def objects(table: dict[str, Any]) -> list[dict[str, Any]]:
+def objects(table):
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
 
 
-async def answer(client: httpx.AsyncClient, path: str, **params: Any) -> Any:
+async def answer(client, path, **params):
     reply = await client.get(f"{API}/{path}", params=params)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-async def route(client: httpx.AsyncClient, request_id: str, **more: Any) -> Any:
+async def route(client, request_id, **more):
     body = {"token_ids": PROMPT, "request_id": request_id} | more
     reply = await client.post("/v1/route", json=body)
     assert reply.status_code == 200, reply.text
@@ -44,7 +37,7 @@ async def route(client: httpx.AsyncClient, request_id: str, **more: Any) -> Any:
 
 
 @pytest.fixture
-async def fleet(workers: FakeWorkers) -> FakeWorkers:
+async def fleet(workers):
     """w1 holds all of PROMPT, w2 nothing."""
     for name in ("w1", "w2"):
         await workers.register(name, models=("llama",))
@@ -54,14 +47,12 @@ async def fleet(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_the_overview_counts_what_all_replicas_decided(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
-) -> None:
+async def test_the_overview_counts_what_all_replicas_decided(one_redis_server, replica, fleet):
     async with replica(one_redis_server.url) as one, replica(one_redis_server.url) as two:
         for number in range(4):
             await route(one if number % 2 else two, f"r{number}")
 
-        async def seen() -> dict[str, Any]:
+        async def seen():
             return dict(await answer(one, "overview"))
 
         found = await eventually(seen, lambda o: sum(o["localities"].values()) == 4)
@@ -78,9 +69,7 @@ async def test_the_overview_counts_what_all_replicas_decided(
         assert other["localities"] == found["localities"]
 
 
-async def test_a_replica_that_ends_is_not_shown_any_more(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, fleet: FakeWorkers
-) -> None:
+async def test_a_replica_that_ends_is_not_shown_any_more(one_redis_server, replica, fleet):
     async with replica(one_redis_server.url) as one:
         async with replica(one_redis_server.url):
             await eventually(
@@ -89,9 +78,7 @@ async def test_a_replica_that_ends_is_not_shown_any_more(
         await eventually(lambda: answer(one, "overview"), lambda o: len(o["replicas"]["rows"]) == 1)
 
 
-async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(client, fleet):
     await fleet.occupy("w2", "r1", prefill_s=300.0)
     rows = await eventually(
         lambda: answer(client, "workers"),
@@ -113,7 +100,7 @@ async def test_workers_are_rows_and_one_that_is_gone_stays_for_a_while(
     assert objects(rows)[0]["state"] == "serving"
 
 
-def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused() -> None:
+def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused():
     states = (*["serving"] * 3, "paused", "gone", "ill")
     rows = [{"worker": f"w{n}:0", "state": state} for n, state in enumerate(states)]
     ended = {
@@ -131,9 +118,7 @@ def test_a_worker_that_fails_is_in_more_trouble_than_one_that_is_paused() -> Non
     assert counts == [10, 5, 3, 70, 1]
 
 
-async def test_a_worker_has_its_decisions_and_the_prefixes_it_was_sent(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_a_worker_has_its_decisions_and_the_prefixes_it_was_sent(client, fleet):
     await route(client, "r1")
     found = await eventually(
         lambda: answer(client, "workers/w1:0"), lambda w: len(w["decisions"]["rows"]) == 1
@@ -146,9 +131,7 @@ async def test_a_worker_has_its_decisions_and_the_prefixes_it_was_sent(
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
 
 
-async def test_decisions_are_followed_filtered_and_found(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_decisions_are_followed_filtered_and_found(client, fleet):
     await route(client, "r1")
     first = await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
     await route(client, "r2", exclude=["w1"], explain=True, tenant="t2", lora_name="ada")
@@ -182,16 +165,12 @@ async def test_decisions_are_followed_filtered_and_found(
         ({"unknown": "1"}, "unknown"),
     ],
 )
-async def test_a_bad_question_names_its_field(
-    client: httpx.AsyncClient, params: dict[str, str], field: str
-) -> None:
+async def test_a_bad_question_names_its_field(client, params, field):
     reply = await client.get(f"{API}/decisions", params=params)
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, field)
 
 
-async def test_an_explanation_has_every_candidates_terms(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_an_explanation_has_every_candidates_terms(client, fleet):
     await route(client, "r1", explain=True)
     await eventually(lambda: answer(client, "decisions"), lambda d: d["rows"])
     found = await answer(client, "explain/r1")
@@ -201,13 +180,11 @@ async def test_an_explanation_has_every_candidates_terms(
     assert (await client.get(f"{API}/explain/r9")).status_code == 404
 
 
-async def test_transfers_of_kv_that_fail_are_a_finding_while_there_are_more(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_transfers_of_kv_that_fail_are_a_finding_while_there_are_more(client, fleet):
     names = {"KvrouteKvTransfersFail", "KvrouteKvFetchedLate"}
     counts = itertools.count(3)
 
-    async def told() -> dict[str, str]:
+    async def told():
         number = next(counts)
         said = ForwardPassMetrics(kv_transfers_failed=number, kv_fetched_late=number)
         await fleet.report("w2", said)
@@ -219,9 +196,7 @@ async def test_transfers_of_kv_that_fail_are_a_finding_while_there_are_more(
     assert found["KvrouteKvFetchedLate"].startswith("KV of w2:0")
 
 
-async def test_reuse_says_what_was_reached_of_the_prompts(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_reuse_says_what_was_reached_of_the_prompts(client, fleet):
     await route(client, "r1")
     found = await eventually(lambda: answer(client, "funnel"), lambda f: f["models"])
     all_of = found["models"][""]
@@ -229,7 +204,7 @@ async def test_reuse_says_what_was_reached_of_the_prompts(
     assert (all_of["held"], all_of["chosen"]) == (8, 8)
 
 
-async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: FakeWorkers) -> None:
+async def test_events_tell_who_came_and_went(client, fleet):
     await client.post(f"{API}/drain", json={"worker": "w1"}, headers=ASKED)
     await fleet.retire("w2")
     found = await eventually(
@@ -246,12 +221,7 @@ async def test_events_tell_who_came_and_went(client: httpx.AsyncClient, fleet: F
     assert (await answer(client, "events", after=found["last"]))["events"] == []
 
 
-async def test_history_is_the_same_at_every_replica(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    fleet: FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_history_is_the_same_at_every_replica(one_redis_server, replica, fleet, monkeypatch):
     monkeypatch.setattr(replicas, "STEP_MS", 1000)
     async with replica(one_redis_server.url) as one:
         await eventually(lambda: answer(one, "history"), lambda h: h["heat"]["workers"])
@@ -263,9 +233,7 @@ async def test_history_is_the_same_at_every_replica(
     assert both[0]["step_s"] == 1
 
 
-async def test_a_worker_is_drained_and_taken_back(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
+async def test_a_worker_is_drained_and_taken_back(client, fleet):
     reply = await client.post(f"{API}/drain", json={"worker": "w1"}, headers=ASKED)
     assert reply.json() == {"worker": "w1", "draining": True, "left": 0}
     await eventually(
@@ -279,12 +247,7 @@ async def test_a_worker_is_drained_and_taken_back(
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": "k"}, {"cors_origin": "*"}])
-async def test_a_page_of_another_site_drains_nothing(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    fleet: FakeWorkers,
-    settings: dict[str, str],
-) -> None:
+async def test_a_page_of_another_site_drains_nothing(one_redis_server, replica, fleet, settings):
     json_type, key = {"content-type": "application/json"}, {"authorization": "Bearer k"}
     async with replica(one_redis_server.url, **settings) as client:
         for headers, status in (
@@ -314,9 +277,7 @@ async def test_a_page_of_another_site_drains_nothing(
         assert reply.status_code == 200
 
 
-async def test_only_pages_of_its_own_origin_see_what_the_console_shows(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_only_pages_of_its_own_origin_see_what_the_console_shows(one_redis_server, replica):
     async with replica(one_redis_server.url, cors_origin="*") as client:
         paths = [f"{API}/overview", f"{API}/decisions", f"{API}/waiting", "/console/"]
         for path in (*paths, "/metrics", "/readiness", "/nowhere"):
@@ -340,8 +301,8 @@ async def test_only_pages_of_its_own_origin_see_what_the_console_shows(
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": "k"}, {"no_auth": True}])
 async def test_a_name_that_somebody_has_lead_here_is_no_origin_of_a_router_without_keys(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, settings: dict[str, Any]
-) -> None:
+    one_redis_server, replica, settings
+):
     names = [
         "evil.example:8080",
         "localhost.evil.example",
@@ -358,7 +319,7 @@ async def test_a_name_that_somebody_has_lead_here_is_no_origin_of_a_router_witho
                 assert (reply.status_code == 403) == is_refused, (name, reply.text)
 
 
-async def test_an_answer_that_has_not_changed_is_not_sent_again(client: httpx.AsyncClient) -> None:
+async def test_an_answer_that_has_not_changed_is_not_sent_again(client):
     first = await client.get(f"{API}/waiting")
     again = await client.get(f"{API}/waiting", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -366,11 +327,9 @@ async def test_an_answer_that_has_not_changed_is_not_sent_again(client: httpx.As
     assert int(again.headers["x-kvroute-at-ms"]) >= int(first.headers["x-kvroute-at-ms"])
 
 
-async def test_any_number_of_viewers_ask_redis_once(
-    client: httpx.AsyncClient, fleet: FakeWorkers
-) -> None:
-    async def commands() -> int:
-        stats: Any = await fleet.redis.info("commandstats")
+async def test_any_number_of_viewers_ask_redis_once(client, fleet):
+    async def commands():
+        stats = await fleet.redis.info("commandstats")
         return int(stats.get("cmdstat_xrevrange", {}).get("calls", 0))
 
     await answer(client, "workers")
@@ -381,8 +340,8 @@ async def test_any_number_of_viewers_ask_redis_once(
 
 
 async def test_where_keys_are_on_only_an_operators_key_opens_the_console(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, tmp_path: Any
-) -> None:
+    one_redis_server, replica, tmp_path
+):
     file = tmp_path / "keys"
     file.write_text("client c\nscraper m metrics\nalice o operator\n")
     async with replica(one_redis_server.url, api_key="own", api_key_file=str(file)) as client:
@@ -398,7 +357,7 @@ async def test_where_keys_are_on_only_an_operators_key_opens_the_console(
         assert (await client.get("/console/static/main.js")).status_code == 200
 
 
-async def test_the_page_is_served_with_a_strict_policy(client: httpx.AsyncClient) -> None:
+async def test_the_page_is_served_with_a_strict_policy(client):
     reply = await client.get("/console")
     assert (reply.status_code, reply.headers["location"]) == (307, "console/")
     reply = await client.get("/console/")
@@ -416,17 +375,15 @@ async def test_the_page_is_served_with_a_strict_policy(client: httpx.AsyncClient
         assert (await client.get(f"/console/static/{path}")).status_code == 404, path
 
 
-async def test_a_console_that_is_off_is_not_there(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_a_console_that_is_off_is_not_there(one_redis_server, replica):
     async with replica(one_redis_server.url, console=False) as client:
         for path in ("/console/", "/console/static/main.js", f"{API}/overview"):
             assert (await client.get(path)).status_code == 404
 
 
 async def test_while_redis_is_away_the_last_answer_is_given_and_said_to_be_old(
-    own_redis_server: EmbeddedRedis, replica: StartReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_redis_server, replica, monkeypatch
+):
     monkeypatch.setattr(kept, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(sampler, "TIMEOUT_S", 0.2)
     monkeypatch.setattr("app.state.events.TIMEOUT_S", 0.2)
@@ -458,9 +415,7 @@ async def test_while_redis_is_away_the_last_answer_is_given_and_said_to_be_old(
         assert told["events"][0]["level"] == "bad"
 
 
-async def test_with_a_thousand_workers_an_answer_stays_small(
-    client: httpx.AsyncClient, redis: Redis
-) -> None:
+async def test_with_a_thousand_workers_an_answer_stays_small(client, redis):
     fleet = FakeWorkers(redis)
     for at in range(0, 1000, 10):  # fewer than there are connections
         names = [f"worker-{number:04}" for number in range(at, at + 10)]
@@ -472,12 +427,8 @@ async def test_with_a_thousand_workers_an_answer_stays_small(
 
 
 async def test_keys_of_other_types_end_no_replica_and_are_no_internal_error(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    fleet: FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    one_redis_server, replica, fleet, monkeypatch, caplog
+):
     monkeypatch.setattr(sampler, "BEAT_S", 0.05)
     monkeypatch.setattr(replicas, "STEP_MS", 100)
     spoilt = ("replicas", "history", "history_minutes", "events", "decisions", "planner")

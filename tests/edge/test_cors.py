@@ -1,12 +1,8 @@
 """Pages of other origins, in browsers."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.core.settings.kinds import parse_origins
-from app.local.redis_server import EmbeddedRedis
-from tests.edge.conftest import StartReplica
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -16,9 +12,7 @@ PREFLIGHT = {
 }
 
 
-async def test_pages_of_the_given_origins_may_call(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_pages_of_the_given_origins_may_call(one_redis_server, replica):
     origins = f"{PAGE}, http://localhost:3000"
     async with replica(one_redis_server.url, cors_origin=origins, api_key="k") as client:
         # Browsers send no key with this question.
@@ -40,9 +34,7 @@ async def test_pages_of_the_given_origins_may_call(
         assert "access-control-allow-origin" not in refused.headers
 
 
-async def test_no_page_of_another_origin_may_call_unless_told(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_no_page_of_another_origin_may_call_unless_told(one_redis_server, replica):
     async with replica(one_redis_server.url) as client:
         asked = await client.options("/v1/models", headers=PREFLIGHT)
         answer = await client.get("/v1/models", headers={"origin": PAGE})
@@ -51,7 +43,7 @@ async def test_no_page_of_another_origin_may_call_unless_told(
         assert not [name for name in names if name.startswith("access-control")]
 
 
-def test_what_is_no_origin_is_refused() -> None:
+def test_what_is_no_origin_is_refused():
     assert parse_origins("") == []
     assert parse_origins(f"{PAGE},*") == [PAGE, "*"]
     for bad in ("chat.example", "https://chat.example/", "https://a/b", "ftp://a", "https://"):

@@ -1,27 +1,20 @@
 """Recorded decisions: the stream that they are kept in, and the commands that read it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
 from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
-from click.testing import CliRunner, Result
-from redis.asyncio import Redis
+from click.testing import CliRunner
 
 from app.cli import main
 from app.core.chains import positions
-from app.local.redis_server import EmbeddedRedis
 from app.policy import plan
 from app.policy.locality import Locality
-from app.policy.record import DecisionRecord, decode, encode
+from app.policy.record import decode, encode
 from app.state import decisions
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 from tests.router.test_router import request, running
@@ -33,7 +26,7 @@ OTHER = list(range(100, 141))
 
 
 @pytest.fixture
-async def two(workers: FakeWorkers) -> FakeWorkers:
+async def two(workers):
     """w1 holds PROMPT, w2 its first two blocks."""
     await workers.register("w1", max_requests=2)
     await workers.register("w2")
@@ -42,19 +35,18 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def route(client: httpx.AsyncClient, request_id: str, **body: Any) -> dict[str, Any]:
+async def route(client, request_id, **body):
     answer = await client.post(
         "/v1/route", json={"token_ids": PROMPT, "request_id": request_id} | body
     )
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
-async def recorded(url: str, request_id: str) -> DecisionRecord:
+async def recorded(url, request_id):
     async with connect(url) as redis:
 
-        async def look() -> DecisionRecord | None:
+        async def look():
             async for record in decisions.read(redis, KEYS):
                 if record.request_id == request_id:
                     return record
@@ -65,20 +57,20 @@ async def recorded(url: str, request_id: str) -> DecisionRecord:
     return found
 
 
-async def kvroute(url: str, *arguments: str) -> Result:
+async def kvroute(url, *arguments):
     where = ["--redis-url", url, "--namespace", NAMESPACE]
     return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
 
 
-async def as_json(url: str, *arguments: str) -> Any:
+async def as_json(url, *arguments):
     result = await kvroute(url, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
 
 async def test_a_record_names_the_chosen_worker_and_the_one_with_the_longest_overlap(
-    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
-) -> None:
+    client, two, one_redis_server
+):
     await route(client, "r1", exclude=["w1"])
     found = await recorded(one_redis_server.url, "r1")
     assert (found.worker, found.policy, found.locality) == ("w2:0", "latency", "excluded")
@@ -92,10 +84,10 @@ async def test_a_record_names_the_chosen_worker_and_the_one_with_the_longest_ove
     assert found.seen.candidates.overlap_device.tolist() == [10, 2]
 
 
-async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body: Any) -> str:
+async def locality(client, url, request_id, **body):
     """The locality of a request, on which its answer, record and counter must agree."""
 
-    async def counted() -> dict[str, float]:
+    async def counted():
         text = (await client.get("/metrics")).text
         return {
             reason: float(line.split()[1])
@@ -116,11 +108,8 @@ async def locality(client: httpx.AsyncClient, url: str, request_id: str, **body:
 
 
 async def test_locality_is_reported_as_kept_or_with_the_reason_for_its_loss(
-    client: httpx.AsyncClient,
-    two: FakeWorkers,
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-) -> None:
+    client, two, one_redis_server, redis
+):
     url = one_redis_server.url
     assert await locality(client, url, "kept") == "kept"
     assert await locality(client, url, "none", token_ids=OTHER) == "none"
@@ -146,9 +135,7 @@ async def test_locality_is_reported_as_kept_or_with_the_reason_for_its_loss(
     assert (await recorded(url, "lease")).best.worker == "#1"
 
 
-async def test_a_degraded_decision_has_degraded_locality(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_a_degraded_decision_has_degraded_locality(own_redis_server, replica):
     async with replica(own_redis_server.url, redis_timeout_ms=2000) as client:
         async with connect(own_redis_server.url) as redis:
             workers = FakeWorkers(redis)
@@ -161,9 +148,7 @@ async def test_a_degraded_decision_has_degraded_locality(
         assert 'kvroute_locality_total{reason="degraded"} 1.0' in text
 
 
-async def test_recording_and_its_details_can_be_switched_off(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
-) -> None:
+async def test_recording_and_its_details_can_be_switched_off(one_redis_server, replica, two, redis):
     async with replica(one_redis_server.url, decisions_kept=0) as client:
         await route(client, "r1")
     async with replica(one_redis_server.url, details_per_s=0) as client:
@@ -175,11 +160,8 @@ async def test_recording_and_its_details_can_be_switched_off(
 
 
 async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    two: FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    one_redis_server, replica, two, monkeypatch
+):
     monkeypatch.setattr(plan, "DETAILED_WORKERS", 0.001)
     async with replica(one_redis_server.url, details_per_s=20) as client:
         await route(client, "r1")
@@ -190,11 +172,8 @@ async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail
 
 
 async def test_few_workers_have_no_more_decisions_kept_in_detail_than_the_setting_says(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    two: FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    one_redis_server, replica, two, monkeypatch
+):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("app.router.history.time", clock)
     async with replica(one_redis_server.url, details_per_s=4) as client:
@@ -207,12 +186,12 @@ async def test_few_workers_have_no_more_decisions_kept_in_detail_than_the_settin
 
 
 async def test_a_long_prompt_decided_on_the_second_try_is_recorded_as_that_with_some_blocks(
-    one_redis_server: EmbeddedRedis, two: FakeWorkers
-) -> None:
+    one_redis_server, two
+):
     prompt = list(range(40 * BLOCK_SIZE))
     async with running(one_redis_server.url) as replica:
 
-        async def overtake() -> None:
+        async def overtake():
             for name in ("w1", "w2"):
                 await two.occupy(name, f"rival of {name}")
 
@@ -225,9 +204,7 @@ async def test_a_long_prompt_decided_on_the_second_try_is_recorded_as_that_with_
     assert len(found.blocks) < 40
 
 
-async def test_the_stream_of_decisions_is_trimmed(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers, redis: Redis
-) -> None:
+async def test_the_stream_of_decisions_is_trimmed(one_redis_server, replica, two, redis):
     async with replica(one_redis_server.url, decisions_kept=20) as client:
         for n in range(300):
             await route(client, f"r{n}")
@@ -237,9 +214,7 @@ async def test_the_stream_of_decisions_is_trimmed(
     assert 20 <= await redis.xlen(KEYS["decisions"]) < 60
 
 
-async def test_a_malformed_entry_does_not_hide_the_others(
-    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_malformed_entry_does_not_hide_the_others(client, two, one_redis_server, redis):
     await route(client, "r2")
     assert (await recorded(one_redis_server.url, "r2")).worker
     await redis.xadd(KEYS["decisions"], {"request_id": "r9"})
@@ -247,9 +222,7 @@ async def test_a_malformed_entry_does_not_hide_the_others(
 
 
 @pytest.fixture
-async def decided(
-    client: httpx.AsyncClient, two: FakeWorkers, one_redis_server: EmbeddedRedis
-) -> str:
+async def decided(client, two, one_redis_server):
     """URL of a Redis with decisions about three requests with one prefix and one with another."""
     for n in range(3):
         await route(client, f"r{n}", explain=True, exclude=["w1"] if n == 2 else [])
@@ -259,7 +232,7 @@ async def decided(
     return one_redis_server.url
 
 
-async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decided: str) -> None:
+async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decided):
     text = (await kvroute(decided, "explain", "r2")).output
     assert "r2: 41 tokens to w2:0 by latency; the worker held 2 of 10 full blocks" in text
     assert (
@@ -279,13 +252,13 @@ async def test_explain_shows_every_candidate_and_the_reason_for_the_choice(decid
     assert sum(cheapest[term] for term in terms) == pytest.approx(cheapest["cost"])
 
 
-async def test_explain_fails_for_a_decision_that_is_not_kept(decided: str) -> None:
+async def test_explain_fails_for_a_decision_that_is_not_kept(decided):
     result = await kvroute(decided, "explain", "r77")
     assert result.exit_code == 1
     assert "no decision about 'r77' is kept (yet, or any longer)" in result.output
 
 
-async def test_whatif_scores_decisions_again_with_another_policy(decided: str) -> None:
+async def test_whatif_scores_decisions_again_with_another_policy(decided):
     same = await as_json(decided, "whatif", "--policy", "latency")
     # r3 is a tie.
     assert (same["decisions"], same["changed"]) == (4, 0)
@@ -311,24 +284,20 @@ async def test_whatif_scores_decisions_again_with_another_policy(decided: str) -
         (("--policy", "fastest"), "'fastest' is not one of"),
     ],
 )
-async def test_whatif_refuses_options_that_make_no_sense(
-    decided: str, arguments: tuple[str, ...], message: str
-) -> None:
+async def test_whatif_refuses_options_that_make_no_sense(decided, arguments, message):
     result = await kvroute(decided, "whatif", *arguments)
     assert result.exit_code == 2
     assert message in result.output
 
 
-async def test_whatif_needs_decisions_kept_with_their_candidates(
-    workers: FakeWorkers, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_whatif_needs_decisions_kept_with_their_candidates(workers, one_redis_server):
     await workers.register("w1")
     result = await kvroute(one_redis_server.url, "whatif", "--policy", "blocks")
     assert result.exit_code == 1
     assert "no decision is kept with its candidates" in result.output
 
 
-async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
+async def test_usage_counts_prefixes_over_a_window(decided):
     found = await as_json(decided, "inspect", "usage")
     assert found["decisions"] == 4
     assert [(p["num_blocks"], p["requests"]) for p in found["prefixes"]] == [(10, 3), (10, 1)]
@@ -346,8 +315,8 @@ async def test_usage_counts_prefixes_over_a_window(decided: str) -> None:
 
 
 async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
-    workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
-) -> None:
+    workers, one_redis_server, replica, redis
+):
     for name in ("w1", "w2"):
         await workers.register(name)
     url = one_redis_server.url
@@ -372,9 +341,7 @@ async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
 
 
 @pytest.mark.parametrize("session", ["a b", "x" * 129])
-async def test_a_bad_session_id_is_refused(
-    workers: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, session: str
-) -> None:
+async def test_a_bad_session_id_is_refused(workers, one_redis_server, replica, session):
     await workers.register("w1")
     async with replica(one_redis_server.url, session_affinity=0.5) as client:
         body = {"token_ids": PROMPT, "session_id": session}

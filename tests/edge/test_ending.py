@@ -1,26 +1,18 @@
 """What a replica leaves open when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
-
-import pytest
-from redis.asyncio import Redis
 
 from app.console.sampler import Sampler
 from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
-from app.local.redis_server import EmbeddedRedis
 from tests.fake_worker import NAMESPACE
 
 
-async def test_what_it_says_last_leaves_no_connection(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_it_says_last_leaves_no_connection(one_redis_server, redis, monkeypatch):
     said_last = Sampler.run
 
-    async def late(self: Sampler) -> None:
+    async def late(self):
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         await asyncio.sleep(0.05)  # as a busy machine lets it come late

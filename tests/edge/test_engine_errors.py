@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from typing import Any
-
 import orjson
 import pytest
 
@@ -16,7 +12,7 @@ PYDANTIC = (
 )
 
 
-def error(status: int, answer: object, path: str = CHATS) -> tuple[int, Any]:
+def error(status, answer, path=CHATS):
     body = answer if isinstance(answer, bytes) else orjson.dumps(answer)
     told_status, told_body = told(status, body, path, WORKER)
     return told_status, orjson.loads(told_body)
@@ -77,9 +73,7 @@ def error(status: int, answer: object, path: str = CHATS) -> tuple[int, Any]:
         (503, {"error": "no room"}, (503, "no room", None, None)),
     ],
 )
-def test_an_engines_error_names_its_cause_in_openais_form(
-    status: int, answer: object, expected: tuple[int, str, str | None, str | None]
-) -> None:
+def test_an_engines_error_names_its_cause_in_openais_form(status, answer, expected):
     told_status, told_body = error(status, answer)
     said = told_body["error"]
 
@@ -88,7 +82,7 @@ def test_an_engines_error_names_its_cause_in_openais_form(
     assert said["type"] == kinds[told_status]
 
 
-def test_an_error_is_in_the_form_of_the_path() -> None:
+def test_an_error_is_in_the_form_of_the_path():
     answer = {"error": {"message": "max_tokens: is missing", "code": 400}}
     assert error(400, answer, MESSAGES)[1] == {
         "type": "error",
@@ -105,7 +99,7 @@ def test_an_error_is_in_the_form_of_the_path() -> None:
         b"404",
     ],
 )
-def test_a_path_that_an_engine_lacks_is_no_404(answer: object) -> None:
+def test_a_path_that_an_engine_lacks_is_no_404(answer):
     status, said = error(404, answer, "/v1/embeddings")
 
     assert status == 400
@@ -113,16 +107,16 @@ def test_a_path_that_an_engine_lacks_is_no_404(answer: object) -> None:
     assert "w:0) has no /v1/embeddings" in said["error"]["message"]
 
 
-def test_a_model_that_an_engine_no_longer_has_is_the_fault_of_its_worker() -> None:
+def test_a_model_that_an_engine_no_longer_has_is_the_fault_of_its_worker():
     answer = {"error": {"message": "The model `x` does not exist.", "code": 404}}
     assert error(404, answer)[0] == 502
 
 
-def test_the_routers_own_key_is_no_matter_of_clients() -> None:
+def test_the_routers_own_key_is_no_matter_of_clients():
     status, said = error(401, {"error": "Unauthorized"})
     assert status == 502
     assert "--worker-key" in said["error"]["message"]
 
 
-def test_a_message_is_not_as_long_as_an_engine_makes_it() -> None:
+def test_a_message_is_not_as_long_as_an_engine_makes_it():
     assert len(error(400, {"error": {"message": "x" * 10**6}})[1]["error"]["message"]) == 2000

@@ -1,24 +1,16 @@
-from __future__ import annotations
-
 import asyncio
 import re
 import struct
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import orjson
 import pytest
 from pydantic import TypeAdapter
 
-from app.core.loads import Snapshot
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
 from app.edge import answers
 from app.http import body
-from app.local.redis_server import EmbeddedRedis
-from app.router.fleet import Fleet, View
-from tests.edge.conftest import StartReplica
-from tests.fake_worker import FakeWorkers
+from app.router.fleet import Fleet
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 LOCAL = [14643705804678351452, 16777012769546811212]
@@ -29,14 +21,12 @@ NUMBERS = struct.pack("<4I", 1, 2, 3, 4)
 
 
 @pytest.fixture
-async def one(workers: FakeWorkers) -> FakeWorkers:
+async def one(workers):
     await workers.register("w1")
     return workers
 
 
-async def assert_refused(
-    response: httpx.Response, workers: FakeWorkers, field: str, message: str
-) -> None:
+async def assert_refused(response, workers, field, message):
     """A 422 that names `field` and contains `message`; nothing was reserved."""
     assert response.status_code == 422, response.text
     assert list(response.json()) == ["error"]
@@ -48,7 +38,7 @@ async def assert_refused(
     assert (await workers.load("w1")).total == 0
 
 
-BAD_BODIES: dict[str, tuple[Any, str, str]] = {
+BAD_BODIES = {
     "neither": ({}, "token_ids", "either token_ids, or local_hashes"),
     "both": (TOKENS | HASHES, "token_ids", "either token_ids, or local_hashes"),
     "empty tokens": ({"token_ids": []}, "token_ids", "0 tokens"),
@@ -146,9 +136,7 @@ BAD_BODIES: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize(
     ("body", "field", "message"), BAD_BODIES.values(), ids=[n.replace(" ", "-") for n in BAD_BODIES]
 )
-async def test_a_bad_body_is_refused_with_its_field_and_value(
-    client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
-) -> None:
+async def test_a_bad_body_is_refused_with_its_field_and_value(client, one, body, field, message):
     await assert_refused(await client.post("/v1/route", json=body), one, field, message)
 
 
@@ -164,8 +152,8 @@ async def test_a_bad_body_is_refused_with_its_field_and_value(
     ],
 )
 async def test_find_best_worker_refuses_a_bad_body_in_the_same_way(
-    client: httpx.AsyncClient, one: FakeWorkers, body: Any, field: str, message: str
-) -> None:
+    client, one, body, field, message
+):
     await assert_refused(await client.post("/find_best_worker", json=body), one, field, message)
 
 
@@ -173,9 +161,7 @@ async def test_find_best_worker_refuses_a_bad_body_in_the_same_way(
     ("body", "shown"), [(b"", "''"), (b"token_ids=1", "token_ids=1"), (b'{"token_ids": [1,', "[1,")]
 )
 @pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
-async def test_a_body_that_is_not_json_is_refused(
-    client: httpx.AsyncClient, one: FakeWorkers, path: str, body: bytes, shown: str
-) -> None:
+async def test_a_body_that_is_not_json_is_refused(client, one, path, body, shown):
     response = await client.post(path, content=body)
     await assert_refused(response, one, "body", "Invalid JSON")
     assert shown in response.json()["error"]["message"]
@@ -193,9 +179,7 @@ async def test_a_body_that_is_not_json_is_refused(
         ("num_tokens=4", NUMBERS, "num_tokens", "got '4'"),
     ],
 )
-async def test_bad_raw_tokens_and_options_are_refused(
-    client: httpx.AsyncClient, one: FakeWorkers, query: str, body: bytes, field: str, message: str
-) -> None:
+async def test_bad_raw_tokens_and_options_are_refused(client, one, query, body, field, message):
     response = await client.post(f"/v1/route?{query}", content=body, headers=RAW)
     await assert_refused(response, one, field, message)
 
@@ -209,9 +193,7 @@ async def test_bad_raw_tokens_and_options_are_refused(
         (TOKENS | {"x" * 300: 1}, "x" * 77 + "..."),
     ],
 )
-async def test_a_long_value_or_name_is_shortened_in_the_message(
-    body: dict[str, Any], shown: str, client: httpx.AsyncClient, one: FakeWorkers
-) -> None:
+async def test_a_long_value_or_name_is_shortened_in_the_message(body, shown, client, one):
     response = await client.post("/v1/route", json=body)
     message = response.json()["error"]["message"]
     assert shown in message
@@ -223,31 +205,23 @@ OVER = "body: over 64 bytes: see --max-body-bytes"
 
 class TestLimits:
     @pytest.fixture
-    async def small(
-        self, one_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> AsyncIterator[httpx.AsyncClient]:
+    async def small(self, one_redis_server, replica):
         """Accepts prompts of up to 8 tokens, and bodies of up to 64 bytes."""
         async with replica(one_redis_server.url, max_prompt_tokens=8, max_body_bytes=64) as client:
             yield client
 
-    async def test_a_prompt_of_the_longest_length_allowed_is_accepted(
-        self, small: httpx.AsyncClient, one: FakeWorkers
-    ) -> None:
+    async def test_a_prompt_of_the_longest_length_allowed_is_accepted(self, small, one):
         for response in await self.routed_in_every_form(small, num_tokens=8):
             assert response.status_code == 200
 
-    async def test_a_longer_prompt_is_refused(
-        self, small: httpx.AsyncClient, one: FakeWorkers
-    ) -> None:
+    async def test_a_longer_prompt_is_refused(self, small, one):
         raw, tokens, hashes = await self.routed_in_every_form(small, num_tokens=9)
         message = "got 9 tokens; 1 to 8 are allowed"
         await assert_refused(raw, one, "token_ids", message)
         await assert_refused(tokens, one, "token_ids", message)
         await assert_refused(hashes, one, "num_tokens", message)
 
-    async def routed_in_every_form(
-        self, client: httpx.AsyncClient, num_tokens: int
-    ) -> list[httpx.Response]:
+    async def routed_in_every_form(self, client, num_tokens):
         tokens = list(range(num_tokens))
         raw = struct.pack(f"<{num_tokens}I", *tokens)
         return [
@@ -258,11 +232,11 @@ class TestLimits:
 
     @pytest.mark.parametrize("path", ["/v1/route", "/find_best_worker"])
     async def test_a_body_whose_content_length_is_too_large_is_refused_unread(
-        self, small: httpx.AsyncClient, one: FakeWorkers, path: str
-    ) -> None:
+        self, small, one, path
+    ):
         read = 0
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def chunks():
             nonlocal read
             for _ in range(65):
                 read += 1
@@ -272,12 +246,10 @@ class TestLimits:
         self.assert_too_large(response)
         assert read == 0
 
-    async def test_a_chunked_body_is_refused_once_it_is_too_large(
-        self, small: httpx.AsyncClient, one: FakeWorkers
-    ) -> None:
+    async def test_a_chunked_body_is_refused_once_it_is_too_large(self, small, one):
         read = 0
 
-        async def endless() -> AsyncIterator[bytes]:
+        async def endless():
             nonlocal read
             while True:
                 read += 1
@@ -287,25 +259,21 @@ class TestLimits:
         self.assert_too_large(response)
         assert read <= 8
 
-    async def test_a_body_of_the_largest_size_allowed_is_accepted(
-        self, small: httpx.AsyncClient, one: FakeWorkers
-    ) -> None:
+    async def test_a_body_of_the_largest_size_allowed_is_accepted(self, small, one):
         body = orjson.dumps({"token_ids": [1]}).ljust(64)
         assert (await small.post("/v1/route", content=body)).status_code == 200
 
-    def assert_too_large(self, response: httpx.Response) -> None:
+    def assert_too_large(self, response):
         assert response.status_code == 413
         assert response.json() == {
             "error": {"code": "body_too_large", "message": OVER, "field": None}
         }
 
 
-async def test_a_body_that_stalls_is_not_waited_for_forever(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_stalls_is_not_waited_for_forever(client, monkeypatch):
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
 
-    async def trickle() -> AsyncIterator[bytes]:
+    async def trickle():
         yield b"{"
         await asyncio.Event().wait()
 
@@ -321,9 +289,7 @@ async def test_a_body_that_stalls_is_not_waited_for_forever(
     }
 
 
-async def test_an_unknown_path_gets_an_error_in_the_common_format(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_an_unknown_path_gets_an_error_in_the_common_format(client):
     response = await client.get("/v2/route")
     assert response.status_code == 404
     assert response.json() == {
@@ -332,14 +298,14 @@ async def test_an_unknown_path_gets_an_error_in_the_common_format(
 
 
 @pytest.mark.parametrize("path", ["/v1/workers/", "/v1/route/", "/find_best_worker/"])
-async def test_no_answer_repeats_the_callers_host(client: httpx.AsyncClient, path: str) -> None:
+async def test_no_answer_repeats_the_callers_host(client, path):
     for method in ("GET", "POST"):
         answer = await client.request(method, path, headers={"host": "evil.example"})
         assert answer.status_code == 404
         assert "evil" not in f"{answer.headers}{answer.text}"
 
 
-async def test_a_wrong_method_gets_an_error_in_the_common_format(client: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_gets_an_error_in_the_common_format(client):
     response = await client.get("/v1/route")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert response.json() == {
@@ -348,10 +314,8 @@ async def test_a_wrong_method_gets_an_error_in_the_common_format(client: httpx.A
 
 
 @pytest.mark.parametrize("path", ["/v1/route", "/v1/workers"])
-async def test_an_internal_fault_gets_an_error_in_the_common_format(
-    client: httpx.AsyncClient, one: FakeWorkers, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    def fault(self: Fleet, snapshot: Snapshot) -> View:
+async def test_an_internal_fault_gets_an_error_in_the_common_format(client, one, monkeypatch, path):
+    def fault(self, snapshot):
         raise ZeroDivisionError
 
     monkeypatch.setattr(Fleet, "view", fault)
@@ -361,9 +325,7 @@ async def test_an_internal_fault_gets_an_error_in_the_common_format(
     assert response.json()["error"]["code"] == "internal"
 
 
-async def test_answers_of_bare_routes_are_as_they_are_documented(
-    client: httpx.AsyncClient, one: FakeWorkers
-) -> None:
+async def test_answers_of_bare_routes_are_as_they_are_documented(client, one):
     for model, answer in (
         (answers.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
         (answers.BestWorker, await client.post("/find_best_worker", json=HASHES)),
@@ -389,8 +351,8 @@ async def test_answers_of_bare_routes_are_as_they_are_documented(
     ],
 )
 async def test_every_error_is_told_in_the_dialect_of_its_path(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, path: str, dialect: set[str]
-) -> None:
+    one_redis_server, replica, path, dialect
+):
     async with replica(one_redis_server.url, api_key="k") as client:
         unauthorized = await client.get(path)
         headers = {"authorization": "Bearer k"}
@@ -403,13 +365,12 @@ async def test_every_error_is_told_in_the_dialect_of_its_path(
 
 class TestOpenApi:
     @pytest.fixture
-    async def document(self, client: httpx.AsyncClient) -> dict[str, Any]:
+    async def document(self, client):
         response = await client.get("/openapi.json")
         assert response.status_code == 200
-        found: dict[str, Any] = response.json()
-        return found
+        return response.json()
 
-    async def test_it_lists_every_endpoint(self, document: dict[str, Any]) -> None:
+    async def test_it_lists_every_endpoint(self, document):
         assert document["openapi"].startswith("3.1.")
         assert {(path, *methods) for path, methods in document["paths"].items()} >= {
             ("/find_best_worker", "post"),
@@ -425,7 +386,7 @@ class TestOpenApi:
             ("/v1/models/{model}", "get"),
         }
 
-    async def test_every_reference_resolves(self, document: dict[str, Any]) -> None:
+    async def test_every_reference_resolves(self, document):
         references = [ref for ref in walk(document) if ref.startswith("#/")]
         assert len(references) > 10
         for reference in references:
@@ -433,9 +394,7 @@ class TestOpenApi:
             for part in reference[2:].split("/"):
                 target = target[part]
 
-    async def test_every_operation_documents_its_parameters_and_a_response(
-        self, document: dict[str, Any]
-    ) -> None:
+    async def test_every_operation_documents_its_parameters_and_a_response(self, document):
         operation_ids = set()
         for path, methods in document["paths"].items():
             for operation in methods.values():
@@ -445,7 +404,7 @@ class TestOpenApi:
                 assert operation["responses"]["200"]["description"]
         assert len(operation_ids) == sum(map(len, document["paths"].values()))
 
-    async def test_route_takes_json_or_raw_tokens(self, document: dict[str, Any]) -> None:
+    async def test_route_takes_json_or_raw_tokens(self, document):
         operation = document["paths"]["/v1/route"]["post"]
         content = operation["requestBody"]["content"]
         assert set(content) == {"application/json", "application/octet-stream"}
@@ -474,15 +433,13 @@ class TestOpenApi:
         schema = body["application/json"]["schema"]
         assert schema["required"] == ["local_hashes", "num_tokens"]
 
-    async def test_a_hash_may_be_a_number_or_text(self, document: dict[str, Any]) -> None:
+    async def test_a_hash_may_be_a_number_or_text(self, document):
         body = document["paths"]["/find_best_worker"]["post"]["requestBody"]["content"]
         items = body["application/json"]["schema"]["properties"]["local_hashes"]["items"]
         assert "type" not in items
         assert [kind["type"] for kind in items["anyOf"]] == ["integer", "string"]
 
-    async def test_errors_are_documented_in_the_common_format(
-        self, document: dict[str, Any]
-    ) -> None:
+    async def test_errors_are_documented_in_the_common_format(self, document):
         error = {"$ref": "#/components/schemas/ErrorBody"}
         of_decisions = {"401", "408", "413", "422", "429", "503"}
         of_requests = {"401", "422", "503"}
@@ -499,7 +456,7 @@ class TestOpenApi:
                 assert responses[status]["content"]["application/json"]["schema"] == error
 
 
-def walk(node: Any) -> list[str]:
+def walk(node):
     """Every $ref in a document."""
     if isinstance(node, dict):
         own = [node["$ref"]] if "$ref" in node else []

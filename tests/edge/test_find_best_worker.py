@@ -1,10 +1,6 @@
-from __future__ import annotations
-
-import httpx
 import pytest
 
 from app.core.types import Tier
-from tests.fake_worker import FakeWorkers
 
 # 128 tokens are 32 blocks of four; the caller has hashed the first two of them.
 BLOCKS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -13,7 +9,7 @@ BODY = {"local_hashes": LOCAL, "num_tokens": 128}
 
 
 @pytest.fixture
-async def two(workers: FakeWorkers) -> FakeWorkers:
+async def two(workers):
     """w1 holds the first block of BLOCKS, rank 3 of w2 both, the second in host memory."""
     await workers.register("w1")
     await workers.register("w2:3")
@@ -23,9 +19,7 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_the_answer_names_the_worker_and_counts_its_blocks_of_all_tiers(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_the_answer_names_the_worker_and_counts_its_blocks_of_all_tiers(client, two):
     response = await client.post("/find_best_worker", json=BODY)
     assert response.status_code == 200
     assert response.json() == {
@@ -45,34 +39,26 @@ async def test_the_answer_names_the_worker_and_counts_its_blocks_of_all_tiers(
     [[LOCAL[0] - 2**64, LOCAL[1] - 2**64], ["cb38e4d7fb2dca5c", "e8d3ec39b907b74c"]],
     ids=["signed", "hex"],
 )
-async def test_hashes_may_be_signed_or_hex(
-    client: httpx.AsyncClient, two: FakeWorkers, hashes: list[int | str]
-) -> None:
+async def test_hashes_may_be_signed_or_hex(client, two, hashes):
     body = {"local_hashes": hashes, "num_tokens": 128}
     answer = (await client.post("/find_best_worker", json=body)).json()
     assert (answer["worker_id"], answer["overlap_blocks"]) == ("w2", 2)
 
 
-async def test_a_prompt_without_a_full_block_has_no_overlap(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_prompt_without_a_full_block_has_no_overlap(client, two):
     body = {"local_hashes": [], "num_tokens": 3}
     answer = (await client.post("/find_best_worker", json=body)).json()
     assert (answer["overlap_blocks"], answer["isl_blocks"]) == (0, 1)
 
 
-async def test_find_best_worker_reserves_nothing(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_find_best_worker_reserves_nothing(client, two):
     for _ in range(3):
         await client.post("/find_best_worker", json=BODY)
     assert await two.reserved() == {}
     assert (await two.load("w2:3")).total == 0
 
 
-async def test_a_full_fleet_has_no_best_worker(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_full_fleet_has_no_best_worker(client, workers):
     await workers.register("w1", max_requests=1)
     await workers.occupy("w1", "a")
     response = await client.post("/find_best_worker", json=BODY)
@@ -80,7 +66,7 @@ async def test_a_full_fleet_has_no_best_worker(
     assert response.json()["error"]["code"] == "all_workers_busy"
 
 
-async def test_an_empty_fleet_has_no_best_worker(client: httpx.AsyncClient) -> None:
+async def test_an_empty_fleet_has_no_best_worker(client):
     response = await client.post("/find_best_worker", json=BODY)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "no_workers"

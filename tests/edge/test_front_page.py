@@ -1,23 +1,15 @@
 """GET / says what this is, to people and to curl, with or without a key."""
 
-from __future__ import annotations
-
 import re
 from hashlib import sha256
 from importlib.resources import files
 
-import httpx
-
 from app.edge.front_page import WHAT
-from app.local.redis_server import EmbeddedRedis
-from tests.edge.conftest import StartReplica
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-async def test_curl_gets_three_lines_and_needs_no_key(
-    replica: StartReplica, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_curl_gets_three_lines_and_needs_no_key(replica, one_redis_server):
     async with replica(one_redis_server.url, api_key="sesame") as client:
         answer = await client.get("/", headers={"accept": "*/*"})
         assert answer.status_code == 200
@@ -27,9 +19,7 @@ async def test_curl_gets_three_lines_and_needs_no_key(
         assert [line.split()[0] for line in links] == ["/console/", "/docs"]
 
 
-async def test_a_browser_gets_links_that_lead_somewhere_below_any_prefix(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_browser_gets_links_that_lead_somewhere_below_any_prefix(client):
     answer = await client.get("/", headers=BROWSER)
     assert answer.headers["content-type"].startswith("text/html")
     for link in ("console/", "docs"):
@@ -37,15 +27,13 @@ async def test_a_browser_gets_links_that_lead_somewhere_below_any_prefix(
         assert (await client.get(f"/{link}")).status_code == 200
 
 
-async def test_a_console_that_is_off_has_no_link(
-    replica: StartReplica, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_console_that_is_off_has_no_link(replica, one_redis_server):
     async with replica(one_redis_server.url, console=False) as client:
         assert "console" not in (await client.get("/")).text
         assert "console" not in (await client.get("/", headers=BROWSER)).text
 
 
-async def test_the_page_of_all_paths_needs_no_other_host(client: httpx.AsyncClient) -> None:
+async def test_the_page_of_all_paths_needs_no_other_host(client):
     page = await client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "openapi.json" in page.text

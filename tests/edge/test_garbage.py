@@ -1,25 +1,19 @@
 """What is left of requests that end with an error: nothing that waits for a garbage collection,
 which comes seldom, while each body may have megabytes."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import KvrouteError
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.transfer.test_sources import Engine
 from tests.eventually import eventually
-from tests.fake_worker import FakeWorkers
 
 APP = (
     str(Path(__file__).parents[2] / "app" / "edge"),
@@ -28,9 +22,9 @@ APP = (
 
 
 @contextmanager
-def kept() -> Iterator[list[str]]:
+def kept():
     """Frames of the edge and the door that were in cycles, where each was."""
-    found: list[str] = []
+    found = []
     logging.disable()  # pytest keeps what was logged, and so the errors in it
     gc.collect()
     gc.disable()
@@ -50,7 +44,7 @@ def kept() -> Iterator[list[str]]:
         logging.disable(logging.NOTSET)
 
 
-async def num_tasks() -> int:
+async def num_tasks():
     return len(asyncio.all_tasks())
 
 
@@ -64,13 +58,8 @@ async def num_tasks() -> int:
     ],
 )
 async def test_a_request_that_fails_leaves_no_garbage(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    workers: FakeWorkers,
-    path: str,
-    body: object,
-    status: int,
-) -> None:
+    one_redis_server, redis, workers, path, body, status
+):
     async with (
         completing(redis, "a", Engine("x").complete) as worker,
         replica(one_redis_server.url) as door,
@@ -89,11 +78,11 @@ async def test_a_request_that_fails_leaves_no_garbage(
         assert frames == []
 
 
-async def test_frames_that_errors_keep_would_be_found() -> None:
+async def test_frames_that_errors_keep_would_be_found():
     """The control."""
 
-    def fail() -> None:
-        kept_error: KvrouteError | None = None
+    def fail():
+        kept_error = None
         try:
             raise KvrouteError("x")
         except KvrouteError as error:

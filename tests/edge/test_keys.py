@@ -1,10 +1,7 @@
 """Keys, over HTTP and in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,13 +11,11 @@ from app.core.key_rules import Rate
 from app.edge import watched_files
 from app.edge.watched_files import WatchedFiles
 from app.http.keys import Keys, check_open
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 
 
-def bearer(key: str) -> tuple[str, str]:
+def bearer(key):
     return ("authorization", f"Bearer {key}")
 
 
@@ -32,9 +27,7 @@ def bearer(key: str) -> tuple[str, str]:
         [("x-api-key", "k"), ("x-api-key", "k")],
     ],
 )
-async def test_two_keys_in_one_request_are_refused(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, headers: list[tuple[str, str]]
-) -> None:
+async def test_two_keys_in_one_request_are_refused(one_redis_server, replica, headers):
     async with replica(one_redis_server.url, api_key="k") as client:
         answer = await client.get("/v1/workers", headers=headers)
         assert (answer.status_code, answer.json()["error"]["field"]) == (422, headers[0][0])
@@ -44,17 +37,14 @@ async def test_two_keys_in_one_request_are_refused(
 
 
 async def test_a_file_of_keys_is_read_again_when_it_changes(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    one_redis_server, replica, tmp_path, monkeypatch
+):
     monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file), api_key="own") as client:
 
-        async def opened(key: str) -> int:
+        async def opened(key):
             return (await client.get("/v1/models", headers=[bearer(key)])).status_code
 
         assert [await opened(key) for key in ("first", "second", "own")] == [200, 401, 200]
@@ -94,8 +84,8 @@ async def test_a_file_of_keys_is_read_again_when_it_changes(
     ],
 )
 def test_a_file_that_would_be_refused_at_the_start_leaves_the_keys_as_they_are(
-    tmp_path: Path, text: str, said: str
-) -> None:
+    tmp_path, text, said
+):
     file = tmp_path / "keys"
     file.write_text("one first\n")
     opened = Keys("", str(file))
@@ -107,9 +97,7 @@ def test_a_file_that_would_be_refused_at_the_start_leaves_the_keys_as_they_are(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "link to itself"])
-def test_what_is_no_file_any_more_leaves_the_keys_and_holds_nothing_up(
-    tmp_path: Path, kind: str
-) -> None:
+def test_what_is_no_file_any_more_leaves_the_keys_and_holds_nothing_up(tmp_path, kind):
     file = tmp_path / "keys"
     file.write_text("one first\n")
     opened = Keys("", str(file))
@@ -134,13 +122,13 @@ def test_what_is_no_file_any_more_leaves_the_keys_and_holds_nothing_up(
         opened.check("/v1/models", [(b"authorization", b"Bearer first")])
 
 
-def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path: Path) -> None:
+def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one first\n")
     os.utime(file, (0, 0))
     before = watched_files.stamp_of(str(file))
 
-    def seen() -> bool:
+    def seen():
         file.write_text("one other\n")
         os.utime(file, (0, 0))
         return watched_files.stamp_of(str(file)) != before
@@ -151,18 +139,14 @@ def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path: Pa
 
 @pytest.mark.parametrize("left", ["", "# none\n", "prometheus scraper metrics\n"])
 async def test_a_file_without_a_key_any_more_lets_nobody_in_and_says_so(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    left: str,
-) -> None:
+    one_redis_server, replica, tmp_path, caplog, left
+):
     file = tmp_path / "keys"
     file.write_text("one first operator\n")
-    settings: dict[str, str] = {"api_key_file": str(file), "metrics_key": "reader"}
+    settings = {"api_key_file": str(file), "metrics_key": "reader"}
     async with replica(one_redis_server.url, **settings) as client:
 
-        async def statuses(*headers: tuple[str, str]) -> set[int]:
+        async def statuses(*headers):
             paths = ("/v1/models", "/v1/workers", "/console/api/overview", "/nowhere")
             return {(await client.get(path, headers=headers)).status_code for path in paths}
 
@@ -179,14 +163,14 @@ async def test_a_file_without_a_key_any_more_lets_nobody_in_and_says_so(
 
 
 @pytest.mark.parametrize("text", ["", "prometheus scraper metrics\n"])
-def test_a_file_without_a_key_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_key_is_refused_at_the_start(tmp_path, text):
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"no key in it|nothing but keys for /metrics"):
         Keys("", str(file))
 
 
-def test_keys_that_are_asked_for_are_asked_for_until_the_next_start() -> None:
+def test_keys_that_are_asked_for_are_asked_for_until_the_next_start():
     opened = Keys("k")
     with pytest.raises(ConfigError, match="everybody would be let in"):
         opened.change("", "", "")
@@ -196,24 +180,21 @@ def test_keys_that_are_asked_for_are_asked_for_until_the_next_start() -> None:
 
 
 async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    one_redis_server, replica, tmp_path, monkeypatch
+):
     monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
-    looks: list[bool] = []
+    looks = []
 
     class CountingLooks(watched_files.WholeFiles):
-        def is_whole(self, path: str) -> bool:
+        def is_whole(self, path):
             looks.append(super().is_whole(path))
             return looks[-1]
 
-    async def looked_at_again() -> None:
+    async def looked_at_again():
         before = len(looks)
 
-        async def since() -> list[bool]:
+        async def since():
             return looks[before:]
 
         await eventually(since, lambda found: found.count(False) >= 3)
@@ -223,7 +204,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file)) as client:
 
-        async def opened(key: str) -> bool:
+        async def opened(key):
             return (await client.get("/v1/models", headers=[bearer(key)])).is_success
 
         file.write_text("one first\ntwo sec")
@@ -240,9 +221,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
 
 
 @pytest.mark.parametrize("where", ["a setting", "the file"])
-async def test_a_key_of_metrics_opens_nothing_else(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, tmp_path: Path, where: str
-) -> None:
+async def test_a_key_of_metrics_opens_nothing_else(one_redis_server, replica, tmp_path, where):
     file = tmp_path / "keys"
     file.write_text("one first\nprometheus scraper metrics\n")
     given = {"api_key_file": str(file)}
@@ -257,9 +236,7 @@ async def test_a_key_of_metrics_opens_nothing_else(
             assert (answer.status_code == 200) is (key != "no")
 
 
-async def test_a_key_of_metrics_alone_leaves_the_rest_open(
-    one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_a_key_of_metrics_alone_leaves_the_rest_open(one_redis_server, replica):
     async with replica(one_redis_server.url, metrics_key="scraper") as client:
         assert (await client.get("/v1/models")).status_code == 200
         assert (await client.get("/metrics")).status_code == 401
@@ -268,9 +245,7 @@ async def test_a_key_of_metrics_alone_leaves_the_rest_open(
         check_open("0.0.0.0", Keys("", metrics_key="scraper"), no_auth=False)
 
 
-async def test_sighup_reads_the_keys_again_and_ends_nothing(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_sighup_reads_the_keys_again_and_ends_nothing(one_redis_server, tmp_path):
     file = tmp_path / "keys"
     file.write_text("one first\n")
     options = [f"--redis-url={one_redis_server.url}", "--port=0", f"--api-key-file={file}"]
@@ -278,7 +253,7 @@ async def test_sighup_reads_the_keys_again_and_ends_nothing(
     try:
         async with httpx.AsyncClient(base_url=process.url, timeout=30.0) as client:
 
-            async def opened(key: str) -> bool:
+            async def opened(key):
                 return (await client.get("/v1/models", headers=[bearer(key)])).is_success
 
             assert await opened("first")
@@ -289,7 +264,7 @@ async def test_sighup_reads_the_keys_again_and_ends_nothing(
         process.end()
 
 
-def test_what_is_behind_a_key_are_its_rules(tmp_path: Path) -> None:
+def test_what_is_behind_a_key_are_its_rules(tmp_path):
     file = tmp_path / "keys"
     file.write_text(
         "ann k1 tenant=acme requests=600/m tokens=2M/m uncached=500k/h concurrent=64\n"

@@ -1,11 +1,7 @@
 """Bodies read in pieces: as when read at once, and without keeping others waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
 
 import orjson
 import pytest
@@ -26,15 +22,15 @@ ACCEPTED = {name: body for name, body in hostile_bodies(400_000) if name not in 
 
 
 @pytest.fixture(scope="module")
-def hostile() -> dict[str, bytes]:
+def hostile():
     return dict(hostile_bodies(2_000_000))
 
 
-async def read(raw: bytes, max_tokens: int = MAX_TOKENS) -> tuple[RouteBody, bytes | None]:
+async def read(raw, max_tokens=MAX_TOKENS):
     return await BodyReader(max_tokens).read(RouteBody, raw, BLOCK_SIZE, "")
 
 
-def whole(raw: bytes) -> dict[str, Any] | None:
+def whole(raw):
     """What pydantic makes of a body; None if it refuses it."""
     try:
         body = RouteBody.model_validate_json(raw)
@@ -44,7 +40,7 @@ def whole(raw: bytes) -> dict[str, Any] | None:
     return body.model_dump() | {"token_ids": tokens}
 
 
-async def in_pieces(raw: bytes) -> dict[str, Any] | None:
+async def in_pieces(raw):
     try:
         body, tokens = await BodyReader(MAX_TOKENS).read(RouteBody, raw, 1, "")
     except (ValidationError, InvalidRequest):
@@ -69,13 +65,13 @@ objects = st.fixed_dictionaries(
 )
 
 
-def written(value: dict[str, Any], spaced: bool) -> bytes:
+def written(value, spaced):
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaced else 0)
 
 
 @given(raw=bodies | st.builds(written, objects, st.booleans()), cut=st.integers(0, 40))
 @settings(max_examples=200)
-def test_what_is_read_in_pieces_is_what_pydantic_reads(raw: bytes, cut: int) -> None:
+def test_what_is_read_in_pieces_is_what_pydantic_reads(raw, cut):
     """A body of tiny pieces may be refused for what is between its arrays, never misread."""
     for text in (raw, raw[:cut] + raw[cut + 1 :]):
         with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +81,7 @@ def test_what_is_read_in_pieces_is_what_pydantic_reads(raw: bytes, cut: int) -> 
 
 
 @pytest.mark.parametrize("spaced", [False, True])
-async def test_a_large_valid_body_is_read_as_pydantic_reads_it(spaced: bool) -> None:
+async def test_a_large_valid_body_is_read_as_pydantic_reads_it(spaced):
     value = {
         "request_id": "a",
         "token_ids": list(range(100_000)),
@@ -101,20 +97,18 @@ async def test_a_large_valid_body_is_read_as_pydantic_reads_it(spaced: bool) -> 
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-async def test_hostile_bodies_are_refused_and_hold_the_loop_for_one_piece_at_most(
-    hostile: dict[str, bytes], name: str
-) -> None:
+async def test_hostile_bodies_are_refused_and_hold_the_loop_for_one_piece_at_most(hostile, name):
     with pytest.raises((InvalidRequest, ValidationError)) as refused:
         await read(hostile[name])
     assert REFUSED[name] in str(refused.value)
 
 
 @pytest.mark.parametrize("name", sorted(ACCEPTED))
-async def test_other_tasks_run_while_a_large_body_is_read(name: str) -> None:
+async def test_other_tasks_run_while_a_large_body_is_read(name):
     raw = ACCEPTED[name]
     turns = 0
 
-    async def count_turns() -> None:
+    async def count_turns():
         nonlocal turns
         while True:
             turns += 1
@@ -126,12 +120,12 @@ async def test_other_tasks_run_while_a_large_body_is_read(name: str) -> None:
     assert turns >= len(raw) // large.PIECE_BYTES
 
 
-async def test_large_bodies_are_read_one_after_another() -> None:
+async def test_large_bodies_are_read_one_after_another():
     reader = BodyReader(MAX_TOKENS)
     raw = ACCEPTED["tokens"]
-    done: list[int] = []
+    done = []
 
-    async def one(number: int) -> None:
+    async def one(number):
         await reader.read(RouteBody, raw, BLOCK_SIZE, "")
         done.append(number)
 
@@ -150,9 +144,7 @@ async def test_large_bodies_are_read_one_after_another() -> None:
         (lambda tokens: [*tokens, [1]], "body", "Invalid JSON"),
     ],
 )
-async def test_a_bad_item_is_named_by_its_place_in_the_whole(
-    change: Callable[[list[Any]], list[Any]], field: str, message: str
-) -> None:
+async def test_a_bad_item_is_named_by_its_place_in_the_whole(change, field, message):
     with pytest.raises((InvalidRequest, ValidationError), match=message) as refused:
         await read(orjson.dumps({"token_ids": change([7] * 80_000)}))
     if isinstance(refused.value, InvalidRequest):
@@ -160,7 +152,7 @@ async def test_a_bad_item_is_named_by_its_place_in_the_whole(
 
 
 @pytest.mark.parametrize("text", [b"%b,", b",%b", b"%b,,%b", b"%b 1", b"%b, ,%b"])
-async def test_a_comma_without_an_item_is_refused_wherever_it_is(text: bytes) -> None:
+async def test_a_comma_without_an_item_is_refused_wherever_it_is(text):
     numbers = b",".join([b"7"] * 60_000)
     content = text.replace(b"%b", numbers)
     with pytest.raises(InvalidRequest) as refused:
@@ -168,9 +160,7 @@ async def test_a_comma_without_an_item_is_refused_wherever_it_is(text: bytes) ->
     assert refused.value.field == "body"
 
 
-async def test_a_prompt_longer_than_any_is_refused_before_its_tokens_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_prompt_longer_than_any_is_refused_before_its_tokens_are_read(monkeypatch):
     monkeypatch.setattr(large, "_tokens", None)
     raw = orjson.dumps({"token_ids": [7] * 80_000})
     with pytest.raises(InvalidRequest, match="token_ids: over 79999 items") as refused:
@@ -178,15 +168,13 @@ async def test_a_prompt_longer_than_any_is_refused_before_its_tokens_are_read(
     assert refused.value.field == "token_ids"
 
 
-async def test_without_simdjson_large_bodies_are_read_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_simdjson_large_bodies_are_read_the_same(monkeypatch):
     fast = await read(ACCEPTED["tokens"])
     monkeypatch.setattr(json_numbers, "simdjson", None)
     assert await read(ACCEPTED["tokens"]) == fast
 
 
-def test_refusing_the_worst_body_takes_no_longer_than_a_piece() -> None:
+def test_refusing_the_worst_body_takes_no_longer_than_a_piece():
     """A second for what took eleven."""
     for name, raw in hostile_bodies(8 * 1024 * 1024):
         if name in REFUSED:

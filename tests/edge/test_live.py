@@ -1,13 +1,9 @@
 """A file of settings that changes while a router runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,21 +13,18 @@ from app.core.settings.router import RouterSettings
 from app.edge import watched_files
 from app.edge.app import create_app
 from app.edge.live import LIVE, LiveSettings
-from app.local.redis_server import EmbeddedRedis
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 
 
 @pytest.fixture(autouse=True)
-def _same_log_level_afterwards() -> Iterator[None]:
+def _same_log_level_afterwards():
     level = logging.getLogger().level
     yield
     logging.getLogger().setLevel(level)
 
 
-def test_what_may_change_counts_at_once_and_the_rest_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_may_change_counts_at_once_and_the_rest_is_named(caplog):
     replica = create_app(RouterSettings(api_key="old")).replica
     new = RouterSettings(
         api_key="new", max_body_bytes=7, max_prompt_tokens=8, log_level="debug", wait_queue=3
@@ -48,8 +41,8 @@ def test_what_may_change_counts_at_once_and_the_rest_is_named(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
 def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_it_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+    tmp_path, monkeypatch, host
+):
     monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
     settings = RouterSettings(host=host, api_key="k")
     replica = create_app(settings).replica
@@ -58,7 +51,7 @@ def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_i
     cut = tmp_path / "cut"
     cut.write_text("one fir")
 
-    def unreadable() -> RouterSettings:
+    def unreadable():
         raise ConfigError("bad: port")
 
     with_a_key = partial(RouterSettings, host=host, api_key="new")
@@ -80,18 +73,18 @@ def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_i
             replica.keys.check("/v1/models", [])
 
 
-def test_a_pipe_of_keys_holds_no_running_replica_up(tmp_path: Path) -> None:
+def test_a_pipe_of_keys_holds_no_running_replica_up(tmp_path):
     replica = create_app(RouterSettings(api_key="k")).replica
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, tmp_path / "nothing"):
         new = RouterSettings(api_key_file=str(path))
         with pytest.raises(ConfigError, match="is gone, or can be read but once"):
-            LiveSettings(replica, "file", lambda new=new: new).reload()  # type: ignore[misc]
+            LiveSettings(replica, "file", lambda new=new: new).reload()
     assert replica.keys.check("/v1/models", [(b"x-api-key", b"k")]) == "api-key"
 
 
-def test_every_setting_that_may_change_exists() -> None:
+def test_every_setting_that_may_change_exists():
     assert RouterSettings.__dataclass_fields__.keys() >= LIVE
 
 
@@ -99,9 +92,7 @@ TOO_DEEP = "a = " + "[" * 50_000 + "]" * 50_000
 
 
 @pytest.mark.parametrize("by_signal", [True, False], ids=["SIGHUP", "by itself"])
-async def test_a_router_reads_its_file_again(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, by_signal: bool
-) -> None:
+async def test_a_router_reads_its_file_again(one_redis_server, tmp_path, by_signal):
     file = tmp_path / "kvroute.toml"
     file.write_text("api-key = 'old'\nmax-body-bytes = 5")
     process = Process(
@@ -114,7 +105,7 @@ async def test_a_router_reads_its_file_again(
     try:
         async with httpx.AsyncClient(base_url=process.url, timeout=30.0) as client:
 
-            async def status(key: str, body: str) -> int:
+            async def status(key, body):
                 headers = {"authorization": f"Bearer {key}"}
                 return (await client.post("/v1/route", content=body, headers=headers)).status_code
 
@@ -123,7 +114,7 @@ async def test_a_router_reads_its_file_again(
             if by_signal:
                 process.popen.send_signal(signal.SIGHUP)
 
-            async def is_refused() -> bool:
+            async def is_refused():
                 headers = {"authorization": "Bearer old"}
                 text = (await client.get("/metrics", headers=headers)).text
                 return 'kvroute_files_refused{what="settings"} 1.0' in text

@@ -1,19 +1,13 @@
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Mapping
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
-from app.local.redis_server import EmbeddedRedis
 from app.router.metrics import Telemetry, text_of
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import FakeWorkers
 
@@ -24,31 +18,31 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 class Scraped:
     """The samples of one scrape: `scraped("name", label="value")` is 0 if there is none."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
-        self._samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float] = {
+        self._samples = {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in self.families.values()
             for sample in family.samples
         }
 
-    def __call__(self, name: str, **labels: str) -> float:
+    def __call__(self, name, **labels):
         return self._samples.get((f"kvroute_{name}", frozenset(labels.items())), 0.0)
 
 
-async def scrape(client: httpx.AsyncClient) -> Scraped:
+async def scrape(client):
     response = await client.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
     return Scraped(response.text)
 
 
-async def route(client: httpx.AsyncClient, **body: object) -> httpx.Response:
+async def route(client, **body):
     return await client.post("/v1/route", json={"token_ids": PROMPT} | body)
 
 
 @pytest.fixture
-async def two(workers: FakeWorkers) -> FakeWorkers:
+async def two(workers):
     """w1 holds PROMPT, one block of it on the device and one on the host; w2 holds nothing."""
     await workers.register("w1", max_requests=2)
     await workers.register("w2")
@@ -57,9 +51,7 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_every_metric_has_our_prefix_and_a_help_text(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_every_metric_has_our_prefix_and_a_help_text(client, two):
     await route(client)
     families = (await scrape(client)).families
     assert {name for name in families if not name.startswith("kvroute_")} == set()
@@ -84,7 +76,7 @@ async def test_every_metric_has_our_prefix_and_a_help_text(
     }
 
 
-async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClient) -> None:
+async def test_a_router_without_workers_has_metrics_too(client):
     scraped = await scrape(client)
     assert scraped("degraded_decisions_total") == 0.0
     assert scraped.families["kvroute_worker_requests"].samples == []
@@ -94,9 +86,7 @@ async def test_a_router_without_workers_has_metrics_too(client: httpx.AsyncClien
     assert outcomes == refused | {"gone", "superseded", "failed", "limited"}
 
 
-async def test_decisions_are_counted_by_policy_and_outcome(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_decisions_are_counted_by_policy_and_outcome(client, two):
     await route(client, exclude=["w2"])
     await route(client, exclude=["w2"], policy="logit")
     # w1 is full now.
@@ -112,9 +102,7 @@ async def test_decisions_are_counted_by_policy_and_outcome(
     assert scraped("degraded_decisions_total") == 0
 
 
-async def test_requests_to_a_fleet_without_workers_are_counted(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_requests_to_a_fleet_without_workers_are_counted(client, workers):
     hashes = {"local_hashes": [1], "num_tokens": 4}
     assert (await route(client)).status_code == 503
     await workers.register("w1")
@@ -126,9 +114,7 @@ async def test_requests_to_a_fleet_without_workers_are_counted(
     assert scraped("decisions_total", policy="logit", outcome="no_workers") == 1
 
 
-async def test_a_refused_body_does_not_count_as_a_decision(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_refused_body_does_not_count_as_a_decision(client, two):
     assert (await route(client, policy="fastest")).status_code == 422
     scraped = await scrape(client)
     assert scraped("decision_seconds_count") == 0
@@ -137,8 +123,8 @@ async def test_a_refused_body_does_not_count_as_a_decision(
 
 
 async def test_invalid_requests_are_counted_by_the_code_of_their_error(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
-) -> None:
+    one_redis_server, replica, two
+):
     async with replica(one_redis_server.url, max_body_bytes=64) as client:
         await route(client, polcy="logit")
         await client.post("/v1/route", content=b"{")
@@ -150,9 +136,7 @@ async def test_invalid_requests_are_counted_by_the_code_of_their_error(
     assert found("invalid_requests_total", code="body_too_large") == 1
 
 
-async def test_hits_are_counted_only_for_requests_that_reserve(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_hits_are_counted_only_for_requests_that_reserve(client, two):
     await route(client, exclude=["w2"])
     await route(client, exclude=["w1"])
     await route(client, exclude=["w2"], reserve=False)
@@ -174,9 +158,7 @@ async def test_hits_are_counted_only_for_requests_that_reserve(
     assert scraped("saved_prefill_seconds_total") == pytest.approx(saved_s, abs=2e-6)
 
 
-async def test_reservations_are_counted_by_event(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_reservations_are_counted_by_event(client, two):
     for request_id in ("a", "b", "c"):
         await route(client, request_id=request_id)
     await client.post("/v1/requests/a/prefill_complete")
@@ -193,8 +175,8 @@ async def test_reservations_are_counted_by_event(
 
 
 async def test_a_reservation_that_expires_is_counted_by_only_one_replica(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
-) -> None:
+    one_redis_server, replica, two
+):
     async with (
         replica(one_redis_server.url, reservation_ttl_s=0.05) as client,
         replica(one_redis_server.url) as second,
@@ -208,9 +190,7 @@ async def test_a_reservation_that_expires_is_counted_by_only_one_replica(
         assert await two.reserved() == {}
 
 
-async def test_redis_round_trip_times_are_reported_by_step(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_redis_round_trip_times_are_reported_by_step(client, two):
     # Learns the block size first.
     await route(client)
     before = await scrape(client)
@@ -219,7 +199,7 @@ async def test_redis_round_trip_times_are_reported_by_step(
     await route(client, reserve=False)
     after = await scrape(client)
 
-    def growth(step: str) -> float:
+    def growth(step):
         name = "redis_round_trip_seconds_count"
         return after(name, step=step) - before(name, step=step)
 
@@ -228,9 +208,7 @@ async def test_redis_round_trip_times_are_reported_by_step(
     assert 0 < after("redis_round_trip_seconds_sum", step="reserve") < 10
 
 
-async def test_worker_load_shows_reservations_and_reported_metrics(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_worker_load_shows_reservations_and_reported_metrics(client, two):
     await two.occupy("w2", "a", "b", blocks=5)
     await two.report(
         "w1",
@@ -247,7 +225,7 @@ async def test_worker_load_shows_reservations_and_reported_metrics(
     while scraped("worker_stale", worker="w2:0"):
         scraped = await scrape(client)
 
-    def load(worker: str, what: str) -> float:
+    def load(worker, what):
         return scraped(f"worker_{what}", worker=worker)
 
     assert [load("w2:0", what) for what in ("requests", "blocks", "prefill_tokens")] == [2, 10, 8]
@@ -262,9 +240,7 @@ async def test_worker_load_shows_reservations_and_reported_metrics(
     assert 0 <= scraped("metrics_stream_lag_seconds") < 10
 
 
-async def test_gpu_readings_are_shown_until_they_are_stale(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_gpu_readings_are_shown_until_they_are_stale(client, two):
     readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0, power_w=312.345)
     await two.report("w1", ForwardPassMetrics(), DEFAULT_SPEED, readings)
     await two.report("w2", ForwardPassMetrics())
@@ -281,9 +257,7 @@ async def test_gpu_readings_are_shown_until_they_are_stale(
     assert gpu_samples(scraped) == {}
 
 
-async def test_the_stream_lag_grows_while_nobody_reports(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_the_stream_lag_grows_while_nobody_reports(client, two):
     assert (await scrape(client))("metrics_stream_lag_seconds") == 0.0
     # The entry is dated 1970, so its age is the whole time since then.
     await two.redis.xadd("kvroute:1:{test}:metrics", {"worker": "w1:0"}, id="1-0")
@@ -292,9 +266,7 @@ async def test_the_stream_lag_grows_while_nobody_reports(
     assert lag > 1_600_000_000
 
 
-async def test_the_stream_lag_grows_while_redis_is_unreachable(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_the_stream_lag_grows_while_redis_is_unreachable(own_redis_server, replica):
     async with (
         connect(own_redis_server.url) as redis,
         replica(own_redis_server.url) as client,
@@ -303,7 +275,7 @@ async def test_the_stream_lag_grows_while_redis_is_unreachable(
         await workers.register("w1")
         await workers.report("w1", ForwardPassMetrics())
 
-        async def lag() -> float:
+        async def lag():
             return (await scrape(client))("metrics_stream_lag_seconds")
 
         before = await eventually(lag)
@@ -311,17 +283,15 @@ async def test_the_stream_lag_grows_while_redis_is_unreachable(
         await eventually(lag, lambda seconds: seconds > before + 0.5)
 
 
-async def test_a_worker_that_has_left_is_no_longer_shown(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_worker_that_has_left_is_no_longer_shown(client, two):
     assert "w1:0" in shown_workers(await scrape(client))
     await two.retire("w1")
     assert shown_workers(await scrape(client)) == {"w2:0"}
 
 
 async def test_without_redis_degraded_decisions_are_counted_and_no_load_is_shown(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+    own_redis_server, replica
+):
     async with (
         connect(own_redis_server.url) as redis,
         replica(own_redis_server.url) as client,
@@ -339,7 +309,7 @@ async def test_without_redis_degraded_decisions_are_counted_and_no_load_is_shown
         assert shown_workers(scraped) == set()
 
 
-def gpu_samples(scraped: Scraped) -> dict[tuple[str, str], float]:
+def gpu_samples(scraped):
     prefix = "kvroute_worker_gpu_"
     return {
         (sample.labels["worker"], name.removeprefix(prefix)): sample.value
@@ -349,17 +319,17 @@ def gpu_samples(scraped: Scraped) -> dict[tuple[str, str], float]:
     }
 
 
-def shown_workers(scraped: Scraped) -> set[str]:
+def shown_workers(scraped):
     samples = scraped.families["kvroute_worker_requests"].samples
     return {sample.labels["worker"] for sample in samples}
 
 
-async def test_other_requests_are_answered_between_any_two_metrics_of_a_scrape() -> None:
+async def test_other_requests_are_answered_between_any_two_metrics_of_a_scrape():
     """With a thousand workers, all metrics take 70 ms."""
     telemetry = Telemetry()
     turns = 0
 
-    async def others() -> None:
+    async def others():
         nonlocal turns
         while True:
             turns += 1
@@ -371,9 +341,7 @@ async def test_other_requests_are_answered_between_any_two_metrics_of_a_scrape()
     assert turns >= len(list(telemetry.registry.collect()))
 
 
-async def test_what_clients_carry_themselves_counts_by_what_they_report(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_what_clients_carry_themselves_counts_by_what_they_report(client, workers):
     await workers.register("w1", models=("m",))
     said = {"output_tokens=7&ttft_ms=300": "ok", "": "ok", "worker_failed=true": "worker_failed"}
     for query in said:

@@ -1,28 +1,23 @@
 """Clients of several replicas that compete at the same moment for the last slots."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
 
-import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from app.ops import verify
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.edge.test_metrics import scrape
-from tests.fake_worker import KEYS, FakeWorkers
+from tests.fake_worker import KEYS
 
 CLIENTS = 200
 REPLICAS = 4
 PROMPT = list(range(1, 42))
 
 
-async def route(client: httpx.AsyncClient, request_id: str) -> str | int:
+async def route(client, request_id):
     """The worker's id, or the status code if there is none."""
     answer = await client.post("/v1/route", json={"token_ids": PROMPT, "request_id": request_id})
     if answer.status_code == 200:
@@ -35,11 +30,8 @@ async def route(client: httpx.AsyncClient, request_id: str) -> str | int:
 
 @pytest.mark.parametrize("slots", [{"w1": 1}, {"w1": 1, "w2": 1}, {"w1": 3, "w2": 40, "w3": 7}])
 async def test_replicas_together_reserve_exactly_the_slots_that_there_are(
-    workers: FakeWorkers,
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    slots: dict[str, int],
-) -> None:
+    workers, one_redis_server, replica, slots
+):
     for name, count in slots.items():
         await workers.register(name, max_requests=count)
     await workers.publish("w1", PROMPT)
@@ -72,7 +64,7 @@ async def test_replicas_together_reserve_exactly_the_slots_that_there_are(
         assert await workers.reserved() == {}
         seen = [await scrape(client) for client in clients]
 
-        def counted(name: str, **labels: str) -> float:
+        def counted(name, **labels):
             return sum(one(f"{name}_total", **labels) for one in seen)
 
         won, asked = 3 * sum(slots.values()), 3 * CLIENTS

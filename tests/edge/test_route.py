@@ -1,22 +1,14 @@
-from __future__ import annotations
-
 import asyncio
 import re
 import struct
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics
-from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.fake_worker import KEYS, FakeWorkers
 
 # Ten tokens: two full blocks of four, and a partial third.
@@ -28,15 +20,14 @@ LOCAL = [14643705804678351452, 16777012769546811212]
 RAW = {"content-type": "application/octet-stream"}
 
 
-async def routed(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+async def routed(client, **body):
     response = await client.post("/v1/route", json={"token_ids": PROMPT} | body)
     assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return response.json()
 
 
 @pytest.fixture
-async def two(workers: FakeWorkers) -> FakeWorkers:
+async def two(workers):
     """w1 holds PROMPT, w2 holds OTHER."""
     await workers.register("w1")
     await workers.register("w2")
@@ -45,9 +36,7 @@ async def two(workers: FakeWorkers) -> FakeWorkers:
     return workers
 
 
-async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(client, two):
     answer = await routed(client, request_id="r1")
     assert re.fullmatch("r1~[0-9a-f]{16}", answer.pop("reservation_id"))
     assert answer == {
@@ -66,9 +55,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(
     assert (await routed(client, token_ids=OTHER))["worker_id"] == "w2"
 
 
-async def test_overlap_is_reported_by_the_tier_it_would_be_read_from(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_overlap_is_reported_by_the_tier_it_would_be_read_from(client, workers):
     await workers.register("w1")
     await workers.publish("w1", PROMPT, Tier.HOST)
     await workers.publish("w1", PROMPT[:4], Tier.DEVICE)
@@ -86,18 +73,14 @@ async def test_overlap_is_reported_by_the_tier_it_would_be_read_from(
     ],
     ids=["tokens", "unsigned", "signed", "hex", "mixed"],
 )
-async def test_tokens_and_hashes_of_any_form_route_alike(
-    client: httpx.AsyncClient, two: FakeWorkers, prompt: dict[str, Any]
-) -> None:
+async def test_tokens_and_hashes_of_any_form_route_alike(client, two, prompt):
     answer = (await client.post("/v1/route", json=prompt)).json()
     assert answer["worker_id"] == "w1"
     assert answer["overlap_blocks"]["device"] == 2
     assert (answer["isl_tokens"], answer["isl_blocks"]) == (10, 3)
 
 
-async def test_raw_tokens_route_like_a_list_and_take_options_from_the_query(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_raw_tokens_route_like_a_list_and_take_options_from_the_query(client, workers):
     for name in ("w1", "w2", "w3"):
         await workers.register(name)
     await workers.publish("w1", PROMPT, lora_name="sql")
@@ -119,9 +102,7 @@ async def test_raw_tokens_route_like_a_list_and_take_options_from_the_query(
     assert "r1" not in await workers.reserved()
 
 
-async def test_the_raw_content_type_is_recognised_in_any_case_and_with_parameters(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_the_raw_content_type_is_recognised_in_any_case_and_with_parameters(client, two):
     raw = struct.pack("<8I", *OTHER)
     headers = {"content-type": "Application/Octet-Stream; v=1"}
     response = await client.post("/v1/route", content=raw, headers=headers)
@@ -130,23 +111,19 @@ async def test_the_raw_content_type_is_recognised_in_any_case_and_with_parameter
 
 @pytest.mark.parametrize("options", [{"lora_name": "sql"}, {"cache_namespace": "tenant-7"}])
 async def test_a_lora_or_cache_namespace_shares_no_blocks_with_the_plain_prompt(
-    client: httpx.AsyncClient, two: FakeWorkers, options: dict[str, str]
-) -> None:
+    client, two, options
+):
     assert (await routed(client, **options))["overlap_blocks"]["device"] == 0
     empty = dict.fromkeys(options, "")
     assert (await routed(client, **empty))["overlap_blocks"]["device"] == 2
 
 
-async def test_a_lora_finds_the_blocks_computed_with_it(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_lora_finds_the_blocks_computed_with_it(client, two):
     await two.publish("w2", PROMPT, lora_name="sql")
     assert (await routed(client, lora_name="sql"))["worker_id"] == "w2"
 
 
-async def test_a_prompt_with_another_image_shares_no_blocks_from_the_image_on(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_prompt_with_another_image_shares_no_blocks_from_the_image_on(client, two):
     image, other = "00000000000000ff", 2**63 + 1
     await two.publish("w2", PROMPT, mm_hashes=[[], [0xFF]])
     found = await routed(client, mm_hashes=[[], [image]])
@@ -155,9 +132,7 @@ async def test_a_prompt_with_another_image_shares_no_blocks_from_the_image_on(
     assert found["overlap_blocks"]["device"] == 1
 
 
-async def test_a_prompt_shorter_than_a_block_is_routed_without_overlap(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_prompt_shorter_than_a_block_is_routed_without_overlap(client, two):
     answer = await routed(client, token_ids=[1, 2, 3])
     assert answer["overlap_blocks"] == {"device": 0, "host": 0, "disk": 0}
     assert (answer["isl_tokens"], answer["isl_blocks"]) == (3, 1)
@@ -167,9 +142,7 @@ async def test_a_prompt_shorter_than_a_block_is_routed_without_overlap(
     ("exclude", "chosen"),
     [([], "w1:0"), (["w1:0", "w2"], "w1:1"), (["w1"], "w2:0"), (["w2:0", "w1:0", "w9"], "w1:1")],
 )
-async def test_workers_are_excluded_by_id_or_by_key(
-    client: httpx.AsyncClient, workers: FakeWorkers, exclude: list[str], chosen: str
-) -> None:
+async def test_workers_are_excluded_by_id_or_by_key(client, workers, exclude, chosen):
     for name, held in (("w1:0", PROMPT), ("w1:1", PROMPT[:4]), ("w2:0", OTHER)):
         await workers.register(name)
         await workers.publish(name, held)
@@ -177,9 +150,7 @@ async def test_workers_are_excluded_by_id_or_by_key(
     assert f"{answer['worker_id']}:{answer['dp_rank']}" == chosen
 
 
-async def test_without_reserve_nothing_is_left_in_redis(
-    client: httpx.AsyncClient, two: FakeWorkers, redis: Redis
-) -> None:
+async def test_without_reserve_nothing_is_left_in_redis(client, two, redis):
     answer = await routed(client, request_id="r1", reserve=False)
     assert (answer["worker_id"], answer["reserved"]) == ("w1", False)
     assert await two.reserved() == {}
@@ -188,11 +159,8 @@ async def test_without_reserve_nothing_is_left_in_redis(
 
 
 async def test_a_reservation_counts_in_the_next_decision_of_every_replica(
-    client: httpx.AsyncClient,
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    two: FakeWorkers,
-) -> None:
+    client, one_redis_server, replica, two
+):
     async with replica(one_redis_server.url) as second:
         assert (await routed(client, request_id="r1"))["worker_id"] == "w1"
         assert await two.reserved() == {"r1": "w1:0"}
@@ -207,8 +175,8 @@ async def test_a_reservation_counts_in_the_next_decision_of_every_replica(
 
 
 async def test_requests_with_one_id_are_each_confirmed_and_released_by_their_reservation(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+    client, two
+):
     longest = 128 * "r"
     answers = [await routed(client, request_id=longest, exclude=["w2"]) for _ in range(2)]
     assert (await two.load("w1")).requests == 2
@@ -221,15 +189,11 @@ async def test_requests_with_one_id_are_each_confirmed_and_released_by_their_res
     assert await two.reserved() == {}
 
 
-async def test_only_a_reserved_answer_has_the_id_of_a_reservation(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_only_a_reserved_answer_has_the_id_of_a_reservation(client, two):
     assert "reservation_id" not in await routed(client, reserve=False)
 
 
-async def test_a_request_that_its_balancer_sends_again_keeps_one_reservation(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_request_that_its_balancer_sends_again_keeps_one_reservation(client, two):
     for excluded in ("w2", "w1"):
         answer = await client.post(
             "/v1/route",
@@ -242,9 +206,7 @@ async def test_a_request_that_its_balancer_sends_again_keeps_one_reservation(
 
 
 @pytest.mark.parametrize("sent", ["t={ms}", "{ms}", "t={s:.3f}", "{ms}456"])
-async def test_a_try_that_was_sent_before_a_later_one_does_not_take_its_place(
-    client: httpx.AsyncClient, two: FakeWorkers, sent: str
-) -> None:
+async def test_a_try_that_was_sent_before_a_later_one_does_not_take_its_place(client, two, sent):
     """As when the first lay in the socket of a frozen replica."""
     body = {"token_ids": PROMPT, "request_id": "r1", "retry": True}
     late_ms = 1000 * int(time.time()) - 60_000
@@ -255,9 +217,7 @@ async def test_a_try_that_was_sent_before_a_later_one_does_not_take_its_place(
     assert (await two.load("w1")).requests + (await two.load("w2")).requests == 1
 
 
-async def test_a_clock_that_is_ahead_orders_tries_by_when_they_came(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_clock_that_is_ahead_orders_tries_by_when_they_came(client, two):
     body = {"token_ids": PROMPT, "request_id": "r1", "retry": True}
     for ahead_ms in (600_000, 60_000):
         sent = {"x-request-start": f"t={1000 * int(time.time()) + ahead_ms}"}
@@ -265,9 +225,7 @@ async def test_a_clock_that_is_ahead_orders_tries_by_when_they_came(
     assert (await client.delete("/v1/requests/r1")).json()["found"]
 
 
-async def test_what_a_balancer_sent_again_is_told_apart_from_what_it_sent_first(
-    client: httpx.AsyncClient, two: FakeWorkers, redis: Redis
-) -> None:
+async def test_what_a_balancer_sent_again_is_told_apart_from_what_it_sent_first(client, two, redis):
     headers = {"x-balancer-id": "b1", "x-request-start": "t=1700000000123"}
     attempts = set()
     for _ in range(2):
@@ -292,17 +250,13 @@ async def test_what_a_balancer_sent_again_is_told_apart_from_what_it_sent_first(
     ],
     ids=str,
 )
-async def test_what_a_header_says_refuses_nobody(
-    client: httpx.AsyncClient, two: FakeWorkers, headers: dict[str, Any]
-) -> None:
+async def test_what_a_header_says_refuses_nobody(client, two, headers):
     answer = await client.post("/v1/route", json={"token_ids": PROMPT}, headers=headers)
     assert answer.status_code == 200, answer.text
 
 
-async def test_ids_in_headers_that_do_not_fit_are_told_apart_all_the_same(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
-    async def id_of(given: str) -> str:
+async def test_ids_in_headers_that_do_not_fit_are_told_apart_all_the_same(client, two):
+    async def id_of(given):
         body = {"token_ids": PROMPT, "reserve": False}
         answer = await client.post("/v1/route", json=body, headers={"x-request-id": given})
         return str(answer.json()["request_id"])
@@ -313,8 +267,8 @@ async def test_ids_in_headers_that_do_not_fit_are_told_apart_all_the_same(
 
 
 async def test_the_request_id_comes_from_the_body_or_else_the_header_or_else_is_generated(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+    client, two
+):
     header = {"x-request-id": "balancer-1"}
     both = await client.post(
         "/v1/route", json={"token_ids": PROMPT, "request_id": "body-1"}, headers=header
@@ -330,7 +284,7 @@ async def test_the_request_id_comes_from_the_body_or_else_the_header_or_else_is_
     assert set(await two.reserved()) == {"body-1", "balancer-1", *generated}
 
 
-async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: FakeWorkers) -> None:
+async def test_a_request_may_name_its_policy(client, two):
     # w1 holds the prompt and is busy, w2 is idle.
     await two.occupy("w1", "a", "b", "c")
     for policy, chosen in (("logit", "w1"), ("least_loaded", "w2"), ("power_of_two", "w2")):
@@ -342,8 +296,8 @@ async def test_a_request_may_name_its_policy(client: httpx.AsyncClient, two: Fak
 
 
 async def test_a_request_that_names_no_policy_is_routed_by_the_replicas(
-    one_redis_server: EmbeddedRedis, replica: StartReplica, two: FakeWorkers
-) -> None:
+    one_redis_server, replica, two
+):
     await two.occupy("w1", "a")
     async with replica(one_redis_server.url, policy="least_loaded") as client:
         answer = await routed(client)
@@ -351,9 +305,7 @@ async def test_a_request_that_names_no_policy_is_routed_by_the_replicas(
 
 
 @pytest.mark.parametrize("policy", ["latency", "blocks", "balance", "logit", "least_loaded"])
-async def test_explain_shows_every_candidate_with_terms_that_add_up(
-    client: httpx.AsyncClient, two: FakeWorkers, policy: str
-) -> None:
+async def test_explain_shows_every_candidate_with_terms_that_add_up(client, two, policy):
     await two.register("w3")
     await two.occupy("w2", "a", "b")
     answer = await routed(client, policy=policy, explain=True, exclude=["w3"])
@@ -369,9 +321,7 @@ async def test_explain_shows_every_candidate_with_terms_that_add_up(
     assert min(eligible, key=lambda c: c["cost"])["worker_id"] == answer["worker_id"]
 
 
-async def test_explain_shows_the_loads_from_before_the_decision_reserved(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_explain_shows_the_loads_from_before_the_decision_reserved(client, two):
     await two.occupy("w2", "a", blocks=5)
     answer = await routed(client, policy="blocks", explain=True)
     assert (answer["tied"], answer["tries"]) == (False, 1)
@@ -388,9 +338,7 @@ async def test_explain_shows_the_loads_from_before_the_decision_reserved(
     assert 0.0 <= w2["queue_s"] <= 0.001
 
 
-async def test_a_worker_that_the_policy_rules_out_has_no_cost(
-    client: httpx.AsyncClient, two: FakeWorkers
-) -> None:
+async def test_a_worker_that_the_policy_rules_out_has_no_cost(client, two):
     full = ForwardPassMetrics(kv_active_blocks=100, kv_total_blocks=100)
     await two.report("w1", full)
     # The replica reads metrics in the background: route until they have arrived.
@@ -402,9 +350,7 @@ async def test_a_worker_that_the_policy_rules_out_has_no_cost(
     assert answer["worker_id"] == "w2"
 
 
-async def test_a_prompt_too_large_for_every_worker_is_refused(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_prompt_too_large_for_every_worker_is_refused(client, workers):
     await workers.register("w1", kv_total_blocks=1)
     response = await client.post("/v1/route", json={"token_ids": PROMPT})
     assert response.status_code == 422
@@ -413,9 +359,7 @@ async def test_a_prompt_too_large_for_every_worker_is_refused(
     assert (await routed(client))["worker_id"] == "w2"
 
 
-async def test_options_in_the_query_of_a_json_request_are_not_ignored(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_options_in_the_query_of_a_json_request_are_not_ignored(client, workers):
     await workers.register("w1")
     response = await client.post("/v1/route?reserve=false", json={"token_ids": PROMPT})
     assert response.status_code == 422
@@ -423,9 +367,7 @@ async def test_options_in_the_query_of_a_json_request_are_not_ignored(
     assert await workers.reserved() == {}
 
 
-async def test_a_full_fleet_asks_callers_to_retry_later(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_full_fleet_asks_callers_to_retry_later(client, workers):
     await workers.register("w1", max_requests=1)
     await workers.register("w2", max_requests=2)
     for n in range(3):
@@ -440,13 +382,13 @@ async def test_a_full_fleet_asks_callers_to_retry_later(
 
 
 async def test_a_full_fleets_retry_after_is_its_shortest_queue_but_at_most_a_minute(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+    client, workers
+):
     await workers.register("w1", max_requests=1)
     await workers.register("w2", max_requests=1)
     await workers.occupy("w1", "x", prefill_s=500.0)
 
-    async def retry_after() -> int:
+    async def retry_after():
         response = await client.post("/v1/route", json={"token_ids": PROMPT})
         assert response.status_code == 429
         return int(response.headers["retry-after"])
@@ -457,10 +399,8 @@ async def test_a_full_fleets_retry_after_is_its_shortest_queue_but_at_most_a_min
     assert await retry_after() == 60
 
 
-async def test_a_request_without_a_live_worker_is_refused(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
-    async def refusal(**body: Any) -> tuple[int, str]:
+async def test_a_request_without_a_live_worker_is_refused(client, workers):
+    async def refusal(**body):
         response = await client.post("/v1/route", json={"token_ids": PROMPT} | body)
         assert response.headers["retry-after"] == "1"
         return response.status_code, response.json()["error"]["code"]
@@ -473,24 +413,20 @@ async def test_a_request_without_a_live_worker_is_refused(
     assert await refusal() == (503, "no_workers")
 
 
-def restart(server: EmbeddedRedis) -> None:
+def restart(server):
     server.kill()
     server.start()
 
 
 @asynccontextmanager
-async def beside(
-    server: EmbeddedRedis, replica: StartReplica
-) -> AsyncIterator[tuple[FakeWorkers, httpx.AsyncClient]]:
+async def beside(server, replica):
     """Workers and a client of a replica."""
     async with connect(server.url) as redis, replica(server.url) as client:
         yield FakeWorkers(redis), client
 
 
 class TestWithoutRedis:
-    async def test_requests_are_placed_by_the_last_loads_seen(
-        self, own_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> None:
+    async def test_requests_are_placed_by_the_last_loads_seen(self, own_redis_server, replica):
         async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.register("w2")
@@ -520,9 +456,7 @@ class TestWithoutRedis:
             best = (await client.post("/find_best_worker", json=by_hash)).json()
             assert (best["degraded"], best["overlap_blocks"]) == (True, 0)
 
-    async def test_exclusions_still_hold(
-        self, own_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> None:
+    async def test_exclusions_still_hold(self, own_redis_server, replica):
         async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.register("w2")
@@ -535,8 +469,8 @@ class TestWithoutRedis:
             assert (response.status_code, response.json()["error"]["code"]) == (503, "no_workers")
 
     async def test_a_router_that_never_saw_a_worker_reports_redis_as_unavailable(
-        self, own_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> None:
+        self, own_redis_server, replica
+    ):
         own_redis_server.kill()
         async with replica(own_redis_server.url) as client:
             response = await client.post("/v1/route", json={"token_ids": PROMPT})
@@ -544,8 +478,8 @@ class TestWithoutRedis:
             assert response.json()["error"]["code"] == "redis_unavailable"
 
     async def test_a_redis_that_came_back_empty_counts_as_unavailable_until_workers_register(
-        self, own_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> None:
+        self, own_redis_server, replica
+    ):
         async with beside(own_redis_server, replica) as (workers, client):
             await workers.register("w1")
             await workers.publish("w1", PROMPT)
@@ -567,8 +501,8 @@ class TestWithoutRedis:
             assert answer["overlap_blocks"]["device"] == 0
 
     async def test_after_an_empty_restart_a_reused_incarnation_is_not_taken_for_the_old_worker(
-        self, own_redis_server: EmbeddedRedis, replica: StartReplica
-    ) -> None:
+        self, own_redis_server, replica
+    ):
         async with beside(own_redis_server, replica) as (workers, client):
             assert await workers.register("w1") == 1
             assert await workers.register("w2") == 2

@@ -1,50 +1,40 @@
 """Requests of which one worker computes the prompt and another decodes, over HTTP and in Redis."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.core.hashing import compute_local_hashes
 from app.core.roles import Role
-from app.local.redis_server import EmbeddedRedis
-from tests.edge.conftest import StartReplica
 from tests.edge.test_decisions import kvroute
 from tests.eventually import eventually
-from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
+from tests.fake_worker import BLOCK_SIZE, KEYS
 
 PROMPT = list(range(4000))
 
 
 @pytest.fixture
-async def pair(workers: FakeWorkers) -> FakeWorkers:
+async def pair(workers):
     """p computes prompts, d decodes."""
     await workers.register("p", role=Role.PREFILL, kv_transfer="nixl")
     await workers.register("d", role=Role.DECODE, kv_transfer="nixl", max_requests=2)
     return workers
 
 
-async def load(workers: FakeWorkers, name: str) -> tuple[int, int, int, int]:
+async def load(workers, name):
     """requests, decoding, blocks, prefill tokens."""
     load = await workers.load(name)
     return load.requests, load.decoding, load.blocks, load.prefill_tokens
 
 
-async def split(client: httpx.AsyncClient, **given: Any) -> dict[str, Any]:
+async def split(client, **given):
     body = {"token_ids": PROMPT, "request_id": "r1", "policy": "least_loaded"} | given
     answer = await client.post("/v1/route", json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
+    found = answer.json()
     assert found["worker_id"] == "d"
     return found
 
 
-async def test_both_workers_are_reserved_and_each_is_given_back_in_its_time(
-    client: httpx.AsyncClient, pair: FakeWorkers
-) -> None:
+async def test_both_workers_are_reserved_and_each_is_given_back_in_its_time(client, pair):
     answer = await split(client)
     assert answer["source"] == {
         "worker_id": "p",
@@ -68,9 +58,7 @@ async def test_both_workers_are_reserved_and_each_is_given_back_in_its_time(
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_a_release_frees_both(
-    client: httpx.AsyncClient, pair: FakeWorkers, *, computed: bool
-) -> None:
+async def test_a_release_frees_both(client, pair, *, computed):
     answer = await split(client)
     path = f"/v1/requests/{answer['reservation_id']}"
     if computed:
@@ -81,9 +69,7 @@ async def test_a_release_frees_both(
     assert await load(pair, "p") == (0, 0, held, 0), "its engine keeps them for its lease"
 
 
-async def test_who_asks_for_the_best_worker_alone_is_told_of_one_that_does_it_all(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_who_asks_for_the_best_worker_alone_is_told_of_one_that_does_it_all(client, workers):
     """The answer has no place for a source."""
     await workers.register("a", kv_transfer="kvroute", max_requests=1)
     await workers.register("b", kv_transfer="kvroute")
@@ -96,18 +82,14 @@ async def test_who_asks_for_the_best_worker_alone_is_told_of_one_that_does_it_al
     assert (answer["worker_id"], answer["overlap_blocks"]) == ("b", 100)
 
 
-async def test_a_retry_takes_the_place_of_both(
-    client: httpx.AsyncClient, pair: FakeWorkers
-) -> None:
+async def test_a_retry_takes_the_place_of_both(client, pair):
     await split(client)
     await split(client, retry=True)
     assert await load(pair, "p") == (1, 0, 1000, 4000)
     assert await load(pair, "d") == (1, 0, 1000, 1)
 
 
-async def test_neither_is_reserved_if_one_is_full(
-    client: httpx.AsyncClient, pair: FakeWorkers
-) -> None:
+async def test_neither_is_reserved_if_one_is_full(client, pair):
     for n in range(2):
         await split(client, request_id=f"r{n}")
     refused = await client.post("/v1/route", json={"token_ids": PROMPT, "policy": "least_loaded"})
@@ -115,9 +97,7 @@ async def test_neither_is_reserved_if_one_is_full(
     assert (await pair.load("p")).requests == 2
 
 
-async def test_blocks_on_the_source_outlive_a_target_that_ends(
-    client: httpx.AsyncClient, pair: FakeWorkers
-) -> None:
+async def test_blocks_on_the_source_outlive_a_target_that_ends(client, pair):
     answer = await split(client)
     await client.post(f"/v1/requests/{answer['reservation_id']}/source_complete")
     await pair.retire("d")
@@ -128,25 +108,20 @@ async def test_blocks_on_the_source_outlive_a_target_that_ends(
 
 
 async def test_what_waits_too_long_to_be_fetched_is_forgotten(
-    one_redis_server: EmbeddedRedis, pair: FakeWorkers, replica: StartReplica, redis: Redis
-) -> None:
+    one_redis_server, pair, replica, redis
+):
     async with replica(one_redis_server.url, kv_lease_s=0.05) as client:
         answer = await split(client)
         await client.post(f"/v1/requests/{answer['reservation_id']}/source_complete")
 
-        async def held() -> int:
+        async def held():
             return (await pair.load("p")).blocks
 
         await eventually(held, lambda blocks: blocks == 0)
         assert await load(pair, "d") == (1, 0, 1000, 1)
 
 
-async def test_a_damaged_count_of_a_source_is_found(
-    client: httpx.AsyncClient,
-    pair: FakeWorkers,
-    redis: Redis,
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_damaged_count_of_a_source_is_found(client, pair, redis, one_redis_server):
     answer = await split(client)
     await client.post(f"/v1/requests/{answer['reservation_id']}/source_complete")
     verify = (one_redis_server.url, "inspect", "verify")
@@ -159,9 +134,7 @@ async def test_a_damaged_count_of_a_source_is_found(
     assert "a load that is not the sum of its requests" in damaged.output
 
 
-async def test_explain_names_the_source_and_the_price_of_each_form(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_explain_names_the_source_and_the_price_of_each_form(client, workers):
     await workers.register("a", kv_transfer="kvroute", max_requests=1)
     await workers.register("b", kv_transfer="kvroute")
     await workers.publish("a", PROMPT)

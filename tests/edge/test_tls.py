@@ -1,10 +1,7 @@
 """TLS, by a router in a process of its own and clients that check its certificate."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from fastapi import FastAPI
 from app.core.errors import ConfigError
 from app.edge.tls import certificate_of
 from app.http import server
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_serving, worker_here
 from tests.door.test_answers import chat
 from tests.e2e.engines import Process
@@ -27,10 +23,10 @@ from tests.fake_worker import NAMESPACE
 class Authority:
     """Issues certificates, which its clients trust."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._ca = trustme.CA()
 
-    def issue(self, folder: Path) -> tuple[str, str]:
+    def issue(self, folder):
         """Paths of a certificate and its key, in place of those that were there."""
         issued = self._ca.issue_cert("127.0.0.1")
         paths = folder / "cert.pem", folder / "key.pem"
@@ -38,14 +34,14 @@ class Authority:
         paths[1].write_bytes(issued.private_key_pem.bytes())
         return str(paths[0]), str(paths[1])
 
-    def client(self, url: str) -> httpx.AsyncClient:
+    def client(self, url):
         context = ssl.create_default_context()
         self._ca.configure_trust(context)
         return httpx.AsyncClient(base_url=url, verify=context, timeout=60)
 
 
 @contextmanager
-def router(redis_url: str, cert: str, key: str) -> Iterator[Process]:
+def router(redis_url, cert, key):
     process = Process(
         "router",
         *(f"--redis-url={redis_url}", f"--namespace={NAMESPACE}", "--port=0"),
@@ -58,8 +54,8 @@ def router(redis_url: str, cert: str, key: str) -> Iterator[Process]:
 
 
 async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     old, new = Authority(), Authority()
     url = one_redis_server.url
     async with worker_here(url, "a", speedup=1):
@@ -73,7 +69,7 @@ async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
                     text = await anext(pieces)
                     new.issue(tmp_path)
 
-                    async def is_trusted(by: Authority) -> bool:
+                    async def is_trusted(by):
                         try:
                             async with by.client(process.url) as fresh:
                                 return (await fresh.get("/health")).is_success
@@ -86,23 +82,19 @@ async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
             assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_plain_http_is_not_spoken_beside_tls(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_plain_http_is_not_spoken_beside_tls(one_redis_server, tmp_path):
     with router(one_redis_server.url, *Authority().issue(tmp_path)) as process:
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.HTTPError):
                 await client.get(process.url.replace("https", "http") + "/health")
 
 
-def test_a_handshake_that_does_not_come_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.1)
     certificate = certificate_of(*Authority().issue(tmp_path))
     assert certificate is not None
 
-    async def connect() -> bytes:
+    async def connect():
         with server.listen("127.0.0.1", 0) as listening:
             serving = asyncio.create_task(
                 server.serve(FastAPI(), listening, tls=certificate.context)
@@ -118,9 +110,7 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(
     assert server.run(connect()) == b""
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_at_the_start_and_later_not_taken(
-    tmp_path: Path,
-) -> None:
+def test_a_certificate_that_cannot_be_used_is_refused_at_the_start_and_later_not_taken(tmp_path):
     cert, key = Authority().issue(tmp_path)
     other = tmp_path / "other"
     other.mkdir()

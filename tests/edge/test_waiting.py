@@ -1,47 +1,38 @@
 """Waiting for a worker, as clients see it: through HTTP, at several replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
-import httpx
 import pytest
 from click.testing import CliRunner
-from redis.asyncio import Redis
 
 from app.cli import main
-from app.local.redis_server import EmbeddedRedis
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, FakeWorkers
+from tests.fake_worker import KEYS
 
 PROMPT = list(range(1, 11))
-WAITS: dict[str, Any] = {"wait_queue": 50, "wait_timeout_s": 60.0}
+WAITS = {"wait_queue": 50, "wait_timeout_s": 60.0}
 
 
-async def route(client: httpx.AsyncClient, request_id: str, **body: Any) -> httpx.Response:
+async def route(client, request_id, **body):
     headers = body.pop("headers", {})
     return await client.post(
         "/v1/route", json={"token_ids": PROMPT, "request_id": request_id} | body, headers=headers
     )
 
 
-async def flows(redis: Redis) -> set[str]:
+async def flows(redis):
     return {flow.decode() for flow in await redis.zrange(KEYS["flows"], 0, -1)}
 
 
 @pytest.fixture
-async def full(workers: FakeWorkers) -> FakeWorkers:
+async def full(workers):
     await workers.register("w1", max_requests=1)
     await workers.occupy("w1", "x", prefill_s=20.0)
     return workers
 
 
-async def test_an_answer_says_how_long_it_waited(
-    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
-) -> None:
+async def test_an_answer_says_how_long_it_waited(full, one_redis_server, replica, redis):
     async with replica(one_redis_server.url, **WAITS) as client:
         waiting = asyncio.ensure_future(route(client, "r1"))
         await eventually(lambda: flows(redis))
@@ -54,7 +45,7 @@ async def test_an_answer_says_how_long_it_waited(
         assert "waited_ms" not in (await route(client, "r2")).json()
         where = ["--redis-url", one_redis_server.url, "--namespace", KEYS.namespace]
 
-        async def explained() -> str:
+        async def explained():
             return str((await asyncio.to_thread(invoke, main, ["explain", "r1", *where])).output)
 
         invoke = CliRunner().invoke
@@ -76,13 +67,8 @@ async def test_an_answer_says_how_long_it_waited(
     ],
 )
 async def test_the_tenant_comes_from_the_body_or_else_from_the_header(
-    full: FakeWorkers,
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    redis: Redis,
-    asked: dict[str, Any],
-    flow: str,
-) -> None:
+    full, one_redis_server, replica, redis, asked, flow
+):
     async with replica(one_redis_server.url, **WAITS) as client:
         waiting = asyncio.ensure_future(route(client, "r1", **asked))
         assert await eventually(lambda: flows(redis)) == {flow}
@@ -100,22 +86,16 @@ async def test_the_tenant_comes_from_the_body_or_else_from_the_header(
         ({"priority": "urgent"}, "priority"),
     ],
 )
-async def test_a_bad_tenant_or_priority_is_refused(
-    full: FakeWorkers,
-    one_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    asked: dict[str, Any],
-    field: str,
-) -> None:
+async def test_a_bad_tenant_or_priority_is_refused(full, one_redis_server, replica, asked, field):
     async with replica(one_redis_server.url, **WAITS) as client:
         answer = await route(client, "r1", **asked)
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
 
 
 async def test_inspect_waiting_lists_tenants_and_priorities_in_the_order_of_turns(
-    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica, redis: Redis
-) -> None:
-    async def kvroute(*arguments: str) -> str:
+    full, one_redis_server, replica, redis
+):
+    async def kvroute(*arguments):
         where = ["--redis-url", one_redis_server.url, "--namespace", KEYS.namespace]
         command = ["inspect", "waiting", *arguments, *where]
         result = await asyncio.to_thread(CliRunner().invoke, main, command)
@@ -124,7 +104,7 @@ async def test_inspect_waiting_lists_tenants_and_priorities_in_the_order_of_turn
 
     assert "no requests are waiting" in await kvroute()
     async with replica(one_redis_server.url, **WAITS) as client:
-        asked: list[dict[str, Any]] = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
+        asked = [{"priority": "low"}, {"tenant": "a"}, {"tenant": "a"}]
         asked.append({"tenant": "a", "exclude": ["w2"]})
         tasks = [asyncio.ensure_future(route(client, f"r{i}", **a)) for i, a in enumerate(asked)]
         lines = {"waiting:low:": 1, "waiting:normal:a": 2, "picky:normal:a": 1}
@@ -145,8 +125,8 @@ async def test_inspect_waiting_lists_tenants_and_priorities_in_the_order_of_turn
 
 
 async def test_only_tenants_with_a_weight_have_a_label_of_their_own_in_metrics(
-    full: FakeWorkers, one_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+    full, one_redis_server, replica
+):
     settings = WAITS | {"wait_timeout_s": 0.02, "tenant_weights": "gold=4"}
     async with replica(one_redis_server.url, **settings) as client:
         tenants = ["gold", *(f"t{n}" for n in range(20))]

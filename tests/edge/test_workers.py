@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import orjson
 import pytest
 
@@ -17,46 +13,38 @@ from app.core.worker_report import (
     GpuReadings,
 )
 from app.edge.health import KEPT_S
-from app.local.redis_server import EmbeddedRedis
-from app.policy.view import View
 from app.router.router import Router
 from app.state.connect import connect
-from tests.edge.conftest import StartReplica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
 
 
-async def listed(client: httpx.AsyncClient) -> dict[str, Any]:
+async def listed(client):
     response = await client.get("/v1/workers")
     assert response.status_code == 200
-    answer: dict[str, Any] = response.json()
-    return answer
+    return response.json()
 
 
-async def listed_once_fresh(
-    client: httpx.AsyncClient, workers: FakeWorkers, reports: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+async def listed_once_fresh(client, workers, reports):
     """The list, once what these workers report has arrived."""
 
-    async def look() -> dict[str, Any]:
+    async def look():
         for name, report in reports.items():  # again each time: it is stale after a while
             await workers.report(name, *report)
         return await listed(client)
 
-    def is_fresh(answer: dict[str, Any]) -> bool:
+    def is_fresh(answer):
         fresh = {worker["worker_id"] for worker in answer["workers"] if not worker["stale"]}
         return fresh == reports.keys()
 
     return await eventually(look, is_fresh)
 
 
-async def test_a_fleet_without_workers_is_an_empty_list(client: httpx.AsyncClient) -> None:
+async def test_a_fleet_without_workers_is_an_empty_list(client):
     assert await listed(client) == {"workers": [], "paused": [], "load_avg": 0.0, "load_std": 0.0}
 
 
-async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_worker_is_listed_with_its_registration_and_its_reservations(client, workers):
     incarnation = await workers.register("w1:2", max_requests=8, kv_total_blocks=100)
     await workers.occupy("w1:2", "a", "b", blocks=5)
     await client.post("/v1/requests/a/prefill_complete")
@@ -99,9 +87,7 @@ async def test_a_worker_is_listed_with_its_registration_and_its_reservations(
     assert 0.0 <= queue_s <= 0.001
 
 
-async def test_metrics_of_a_worker_are_shown_and_end_its_staleness(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_metrics_of_a_worker_are_shown_and_end_its_staleness(client, workers):
     await workers.register("w1")
     reported = ForwardPassMetrics(
         request_active_slots=3,
@@ -121,9 +107,7 @@ async def test_metrics_of_a_worker_are_shown_and_end_its_staleness(
     assert worker["kv_idle_before_evict_s"] == 412.5
 
 
-async def test_gpu_readings_are_shown_and_missing_ones_are_null(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_gpu_readings_are_shown_and_missing_ones_are_null(client, workers):
     await workers.register("w1")
     readings = GpuReadings(memory_used_bytes=60_129_542_145, utilisation=0.0)
     reports = {"w1": (ForwardPassMetrics(), DEFAULT_SPEED, readings)}
@@ -132,9 +116,7 @@ async def test_gpu_readings_are_shown_and_missing_ones_are_null(
     assert worker["gpu"] == missing | {"memory_used_bytes": 60_129_542_145, "utilisation": 0.0}
 
 
-async def test_load_statistics_leave_out_workers_that_report_nothing(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_load_statistics_leave_out_workers_that_report_nothing(client, workers):
     reports = {}
     for name, used in (("w1", 20), ("w2", 40), ("w3", 60)):
         await workers.register(name)
@@ -147,9 +129,7 @@ async def test_load_statistics_leave_out_workers_that_report_nothing(
     assert [w["stale"] for w in answer["workers"]] == [False, False, False, True]
 
 
-async def test_a_worker_registered_again_is_listed_only_as_its_new_incarnation(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_worker_registered_again_is_listed_only_as_its_new_incarnation(client, workers):
     await workers.register("w1")
     await workers.occupy("w1", "a")
     second = await workers.register("w1")
@@ -157,18 +137,14 @@ async def test_a_worker_registered_again_is_listed_only_as_its_new_incarnation(
     assert (worker["incarnation"], worker["active_requests"]) == (second, 0)
 
 
-async def test_a_retired_worker_is_no_longer_listed(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_a_retired_worker_is_no_longer_listed(client, workers):
     await workers.register("w1")
     await workers.register("w2")
     await workers.retire("w1")
     assert [w["worker_id"] for w in (await listed(client))["workers"]] == ["w2"]
 
 
-async def test_without_redis_the_list_is_unavailable(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_without_redis_the_list_is_unavailable(own_redis_server, replica):
     own_redis_server.kill()
     async with replica(own_redis_server.url) as client:
         response = await client.get("/v1/workers")
@@ -176,9 +152,7 @@ async def test_without_redis_the_list_is_unavailable(
         assert response.json()["error"]["code"] == "redis_unavailable"
 
 
-async def test_health_does_not_depend_on_redis(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_health_does_not_depend_on_redis(own_redis_server, replica):
     own_redis_server.kill()
     async with replica(own_redis_server.url) as client:
         response = await client.get("/health")
@@ -187,10 +161,8 @@ async def test_health_does_not_depend_on_redis(
         assert (response.status_code, response.content) == (200, b"")
 
 
-async def test_a_router_is_ready_while_a_worker_is_alive(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
-    async def readiness() -> tuple[int, dict[str, Any]]:
+async def test_a_router_is_ready_while_a_worker_is_alive(client, workers):
+    async def readiness():
         response = await client.get("/readiness")
         return response.status_code, response.json()
 
@@ -204,12 +176,12 @@ async def test_a_router_is_ready_while_a_worker_is_alive(
 
 
 async def test_however_many_ask_whether_a_router_is_ready_it_looks_once(
-    client: httpx.AsyncClient, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[Router] = []
+    client, workers, monkeypatch
+):
+    looks = []
     refresh = Router.refresh
 
-    async def counted(router: Router) -> View:
+    async def counted(router):
         looks.append(router)
         return await refresh(router)
 
@@ -228,8 +200,8 @@ async def test_however_many_ask_whether_a_router_is_ready_it_looks_once(
 
 
 async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_is_missing(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+    own_redis_server, replica
+):
     async with (
         connect(own_redis_server.url) as redis,
         replica(own_redis_server.url) as client,
@@ -238,22 +210,18 @@ async def test_without_redis_a_router_that_knows_workers_is_ready_and_says_what_
         assert (await client.get("/readiness")).json() == {"ready": True, "missing": []}
         await asyncio.to_thread(own_redis_server.kill)
 
-        async def missing() -> list[str]:
+        async def missing():
             response = await client.get("/readiness")
             assert (response.status_code, response.json()["ready"]) == (200, True)
-            found: list[str] = response.json()["missing"]
-            return found
+            return response.json()["missing"]
 
         [told] = await eventually(missing)
         assert told.startswith("redis: ")
 
 
 async def test_an_eviction_policy_that_becomes_dangerous_is_told_once_each_time(
-    own_redis_server: EmbeddedRedis,
-    replica: StartReplica,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    own_redis_server, replica, monkeypatch, caplog
+):
     monkeypatch.setattr("app.router.maintenance.POLICY_INTERVAL_S", 0.01)
     async with (
         connect(own_redis_server.url) as redis,
@@ -261,7 +229,7 @@ async def test_an_eviction_policy_that_becomes_dangerous_is_told_once_each_time(
     ):
         await FakeWorkers(redis).register("w1")
 
-        async def told() -> tuple[list[str], bool]:
+        async def told():
             ready = await client.get("/readiness")
             assert (ready.status_code, ready.json()["ready"]) == (200, True)
             shown = (await client.get("/metrics")).text
@@ -279,9 +247,7 @@ async def test_an_eviction_policy_that_becomes_dangerous_is_told_once_each_time(
             assert "no keys any more" in warnings[-1]
 
 
-async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(
-    own_redis_server: EmbeddedRedis, replica: StartReplica
-) -> None:
+async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(own_redis_server, replica):
     own_redis_server.kill()
     async with replica(own_redis_server.url) as client:
         response = await client.get("/readiness")
@@ -291,9 +257,7 @@ async def test_without_redis_a_router_that_knows_no_worker_is_not_ready(
         assert workers == "workers: none is alive"
 
 
-async def test_what_losing_a_worker_would_cost_is_listed_once_a_planner_says(
-    client: httpx.AsyncClient, workers: FakeWorkers
-) -> None:
+async def test_what_losing_a_worker_would_cost_is_listed_once_a_planner_says(client, workers):
     await workers.register("w1")
     assert (await listed(client))["workers"][0]["unique_value_s"] is None
     await workers.redis.hset(KEYS["planner"], "values", '{"w1": 2.5}')

@@ -6,8 +6,6 @@ before: with vLLM's own --load-format dummy, all prompts get one and the same an
 Run by the engine's own Python, which has tokenizers, torch and safetensors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -31,11 +29,11 @@ TEMPLATE = (
 )
 
 
-def write_json(path: Path, content: object) -> None:
+def write_json(path, content):
     path.write_text(json.dumps(content))
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder):
     folder.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -90,11 +88,11 @@ def make_model(folder: Path) -> None:
     save_file(model_weights(words), str(folder / "model.safetensors"), {"format": "pt"})
 
 
-def model_weights(words: list[int]) -> dict[str, torch.Tensor]:
+def model_weights(words):
     """words: the tokens that it says; it does not end by itself."""
     generator = torch.Generator().manual_seed(1)
 
-    def random(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
+    def random(rows, columns, size=1.0):
         return torch.randn(rows, columns, generator=generator) * size / columns**0.5
 
     head = torch.zeros(VOCABULARY, HIDDEN)  # no logit of 0 is ever the highest
@@ -120,7 +118,7 @@ def model_weights(words: list[int]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def make_adapter(folder: Path, seed: int) -> None:
+def make_adapter(folder, seed):
     folder.mkdir(parents=True)
     rank, generator = 8, torch.Generator().manual_seed(seed)
     weights = {}

@@ -7,14 +7,10 @@ The engine is a vLLM with VLLM_SERVER_DEV_MODE=1, --enable-prompt-tokens-details
 The bytes are those of its replay socket.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -26,9 +22,9 @@ END = b"\xff" * 8
 QUIET_S = 0.3
 
 
-def batches_from(socket: zmq.Socket[bytes], first: int) -> list[bytes]:
+def batches_from(socket, first):
     """All from number `first` on, once no more come."""
-    found: list[bytes] = []
+    found = []
     while True:
         time.sleep(QUIET_S)
         before = len(found)
@@ -43,10 +39,10 @@ def batches_from(socket: zmq.Socket[bytes], first: int) -> list[bytes]:
             return found
 
 
-def prompts(adapter: str | None) -> Iterator[dict[str, Any]]:
+def prompts(adapter):
     """Tokens, adapter and salt: prompts that go on, branch off and come again."""
     choice = random.Random(1)
-    told: list[dict[str, Any]] = [{"tokens": [], "lora_name": None, "cache_salt": None}]
+    told = [{"tokens": [], "lora_name": None, "cache_salt": None}]
     while True:
         prompt = dict(choice.choice(told[-4:]))
         begun = prompt["tokens"]
@@ -61,7 +57,7 @@ def prompts(adapter: str | None) -> Iterator[dict[str, Any]]:
         yield prompt
 
 
-def ask(http: httpx.Client, prompt: dict[str, Any], *, is_vllm: bool) -> int:
+def ask(http, prompt, *, is_vllm):
     """How many tokens were cached."""
     if not is_vllm:
         asked = {"tokens": prompt["tokens"], "salt": prompt["cache_salt"]}
@@ -73,7 +69,7 @@ def ask(http: httpx.Client, prompt: dict[str, Any], *, is_vllm: bool) -> int:
     return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
 
-def record(url: str, replay: str, num: int, adapter: str | None) -> list[dict[str, Any]]:
+def record(url, replay, num, adapter):
     with httpx.Client(base_url=url, timeout=60) as http, zmq.Context() as context:
         is_vllm = http.get("/version").is_success
         with context.socket(zmq.DEALER) as socket:
@@ -81,7 +77,7 @@ def record(url: str, replay: str, num: int, adapter: str | None) -> list[dict[st
             before = batches_from(socket, 0)
             count = len(before)
             first = {"tokens": [], "lora_name": None, "cache_salt": None, "is_reset": False}
-            steps: list[dict[str, Any]] = [{**first, "cached": 0, "payloads": before}]
+            steps = [{**first, "cached": 0, "payloads": before}]
             for number, prompt in zip(range(num), prompts(adapter), strict=False):
                 is_reset = number == RESET_AT
                 if is_reset:

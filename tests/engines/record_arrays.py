@@ -6,12 +6,9 @@ KV_EVENTS: vllm/distributed/kv_events.py of the older version, as its wheel has 
 that has a vLLM, from which that file imports the rest.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,13 +22,13 @@ spec.loader.exec_module(older)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def as_older(payload: bytes) -> bytes:
+def as_older(payload):
     ts, events, rank = msgspec.msgpack.decode(payload)
     made = [_event(event) for event in events]
     return encode(older.KVEventBatch(ts=ts, events=made, data_parallel_rank=rank))
 
 
-def _event(event: dict[str, Any]) -> Any:
+def _event(event):
     kind = getattr(older, event["type"])
     return kind(**{name: event.get(name) for name in kind.__struct_fields__})
 

@@ -7,15 +7,12 @@ POST /ask {"tokens": [...], "salt": "..."} does to the cache what a request does
 and answers how many tokens were cached. POST /reset drops all.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import sys
 from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any
 from unittest.mock import MagicMock
 
 # SGLang imports it, and nothing here uses it; its builds need CUDA.
@@ -42,9 +39,9 @@ HTTP_PORT, EVENTS_PORT, REPLAY_PORT, PAGE, PAGES = map(int, sys.argv[1:])
 class Allocator:
     device = "cpu"
 
-    def free(self, _: object) -> None: ...
+    def free(self, _): ...
 
-    def free_segment(self, _: object, start_pos: int = 0) -> None: ...
+    def free_segment(self, _, start_pos=0): ...
 
 
 cache = RadixCache.create_simulated(
@@ -57,7 +54,7 @@ stamp = 0.0
 one_at_a_time = Lock()
 
 
-def publish() -> None:
+def publish():
     """As the scheduler does after a step."""
     global stamp
     events = cache.take_events()
@@ -66,7 +63,7 @@ def publish() -> None:
         publisher.publish(KVEventBatch(ts=stamp, events=events))
 
 
-def ask(tokens: list[int], salt: str | None) -> int:
+def ask(tokens, salt):
     # The last token is always computed.
     asked = RadixKey(array("q", tokens[:-1]), cache_salt=salt)
     cached = cache.match_prefix(MatchPrefixParams(key=asked)).device_prefix_len
@@ -80,7 +77,7 @@ def ask(tokens: list[int], salt: str | None) -> int:
     return cached
 
 
-ANSWERS: dict[str, Any] = {
+ANSWERS = {
     "/ready": {},
     "/v1/models": {"data": [{"id": "llama", "root": "llama", "max_model_len": 8192}]},
     "/v1/loads": {
@@ -105,10 +102,10 @@ ANSWERS: dict[str, Any] = {
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(ANSWERS.get(self.path.partition("?")[0]))
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         length = int(self.headers.get("content-length") or 0)
         asked = json.loads(self.rfile.read(length) or b"{}")
         if self.path == "/reset":
@@ -123,14 +120,14 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(None)
 
-    def _answer(self, content: object) -> None:
+    def _answer(self, content):
         body = json.dumps(content).encode()
         self.send_response(404 if content is None else 200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_): ...
 
 
 publish()

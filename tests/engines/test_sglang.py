@@ -1,20 +1,16 @@
 """SGLang's own radix cache and publisher, and an agent beside them: see `make test-sglang`."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from tests.e2e.engines import agent
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
@@ -29,9 +25,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
 @contextmanager
-def sglang(
-    http_port: int, events_port: int, replay_port: int, page: int = PAGE
-) -> Iterator[subprocess.Popen[str]]:
+def sglang(http_port, events_port, replay_port, page=PAGE):
     if not VENV.exists():
         pytest.fail(f"there is no {VENV}: make test-sglang installs SGLang there")
     script = Path(__file__).with_name("sglang_engine.py")
@@ -53,16 +47,16 @@ def sglang(
 class SglangPrompts:
     """Prompts that share prefixes, and salts, seeded."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._random = random.Random(seed)
-        self._told: list[tuple[list[int], str | None]] = []
+        self._told = []
 
     @property
-    def last(self) -> tuple[list[int], str | None]:
+    def last(self):
         """One that filled at least a page."""
         return next(told for told in reversed(self._told) if len(told[0]) >= PAGE)
 
-    def next(self) -> tuple[list[int], str | None]:
+    def next(self):
         choice = self._random
         begun, salt = choice.choice(self._told) if self._told else ([], None)
         kept = begun[: choice.randrange(len(begun) + 1)] if choice.random() < 0.8 else []
@@ -75,8 +69,8 @@ class SglangPrompts:
 
 
 async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     ports = [free_port() for _ in range(3)]
     url, prompts = f"http://127.0.0.1:{ports[0]}", SglangPrompts(1)
     async with (
@@ -84,11 +78,11 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
         httpx.AsyncClient(base_url=url, timeout=300) as engine,
     ):
 
-        async def serving() -> list[str]:
-            listed: Any = (await router.get("/v1/workers")).json()
+        async def serving():
+            listed = (await router.get("/v1/workers")).json()
             return [worker["worker_id"] for worker in listed["workers"]]
 
-        async def overlap(tokens: list[int], salt: str | None) -> int | None:
+        async def overlap(tokens, salt):
             """None: on a busy machine the worker may be away for a moment."""
             asked = {"token_ids": tokens, "reserve": False, "explain": True}
             asked |= {"cache_namespace": salt} if salt else {}
@@ -96,12 +90,12 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
             found = answer.get("candidates", ())
             return sum(found[0]["overlap_blocks"].values()) if found else None
 
-        async def check(number: int) -> None:
+        async def check(number):
             """At rest, what the router says of each prompt is what SGLang then finds."""
             for _ in range(number):
                 tokens, salt = prompts.next()
 
-                async def look(tokens: list[int] = tokens, salt: str | None = salt) -> int | None:
+                async def look(tokens=tokens, salt=salt):
                     return await overlap(tokens, salt)
 
                 found = await eventually(look, lambda seen: seen is not None, within_s=WAIT_S)
@@ -130,15 +124,13 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
                 await eventually(serving, lambda seen, left=left: seen == left, within_s=WAIT_S)
 
 
-async def test_pages_of_one_token_make_it_approximate(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_pages_of_one_token_make_it_approximate(one_redis_server, tmp_path):
     ports = [free_port() for _ in range(3)]
     url, redis_url = f"http://127.0.0.1:{ports[0]}", one_redis_server.url
     with sglang(*ports, page=1), agent(url, redis_url, tmp_path):
         async with started_replica(redis_url) as router:
 
-            async def workers() -> list[dict[str, Any]]:
+            async def workers():
                 return list((await router.get("/v1/workers")).json()["workers"])
 
             [worker] = await eventually(workers, within_s=WAIT_S)

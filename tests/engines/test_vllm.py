@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
-from tests.e2e.engines import Process, agent
+from tests.e2e.engines import agent
 from tests.edge.conftest import started_replica
-from tests.engines.vllm_server import ADAPTER, ANSWER_S, BLOCK, MODEL, VllmServer, vllm_servers
+from tests.engines.vllm_server import ADAPTER, ANSWER_S, BLOCK, MODEL, vllm_servers
 from tests.eventually import eventually
 
 REQUESTS, SAMPLE, AT_ONCE = 500, 200, 4
@@ -43,8 +39,8 @@ class SentPrompt:
     salt: str | None
 
     @property
-    def for_router(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"token_ids": self.tokens}
+    def for_router(self):
+        asked = {"token_ids": self.tokens}
         if self.model != MODEL:
             asked["lora_name"] = self.model
         if self.salt:
@@ -52,22 +48,22 @@ class SentPrompt:
         return asked
 
     @property
-    def for_engine(self) -> dict[str, Any]:
-        asked: dict[str, Any] = {"model": self.model, "prompt": self.tokens, "max_tokens": 3}
+    def for_engine(self):
+        asked = {"model": self.model, "prompt": self.tokens, "max_tokens": 3}
         return asked | {"ignore_eos": True} | ({"cache_salt": self.salt} if self.salt else {})
 
 
 class VllmPrompts:
     """Prompts that share prefixes, with adapters and salts, seeded."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._random = random.Random(seed)
         self._prefixes = [
             [self._random.randrange(5, 400) for _ in range(self._random.choice([64, 200, 600]))]
             for _ in range(12)
         ]
 
-    def next(self) -> SentPrompt:
+    def next(self):
         choice = self._random
         begun = choice.choice(self._prefixes)
         kept = begun[: choice.choice([len(begun), len(begun), choice.randrange(len(begun))])]
@@ -79,18 +75,16 @@ class VllmPrompts:
 class Fleet:
     """Two engines, the agent of each, and two replicas."""
 
-    def __init__(
-        self, engines: list[VllmServer], routers: list[httpx.AsyncClient], http: httpx.AsyncClient
-    ) -> None:
+    def __init__(self, engines, routers, http):
         self.engines = engines
         self._routers = routers
         self._http = http
         self._urls = {name: engine.url for name, engine in zip("ab", engines, strict=True)}
 
-    async def send(self, number: int, asked: SentPrompt) -> None:
+    async def send(self, number, asked):
         """As a client would: another worker takes the place of one that fails."""
         router = self._routers[number % len(self._routers)]
-        exclude: list[str] = []
+        exclude = []
         while True:
             body = asked.for_router | {"request_id": f"r{number}", "retry": bool(exclude)}
             answer = await router.post("/v1/route", json=body | {"exclude": exclude})
@@ -109,7 +103,7 @@ class Fleet:
                 await router.delete(release)
                 return
 
-    async def complete(self, url: str, asked: SentPrompt, within_s: float = ANSWER_S) -> int:
+    async def complete(self, url, asked, within_s=ANSWER_S):
         """How many tokens the engine says were cached."""
         path = f"{url}/v1/completions"
         answer = await self._http.post(path, json=asked.for_engine, timeout=within_s)
@@ -117,7 +111,7 @@ class Fleet:
         details = answer.json()["usage"]["prompt_tokens_details"] or {}
         return int(details.get("cached_tokens") or 0)
 
-    async def overlap(self, name: str, asked: SentPrompt) -> int:
+    async def overlap(self, name, asked):
         """Blocks, as the second replica states them, once two looks agree."""
         last = await self._look(name, asked)
         while True:
@@ -128,14 +122,14 @@ class Fleet:
                 return now
             last = now
 
-    async def _look(self, name: str, asked: SentPrompt) -> int | None:
+    async def _look(self, name, asked):
         """None: on a busy machine the worker may be away for a moment."""
         body = asked.for_router | {"reserve": False, "explain": True}
         answer = (await self._routers[1].post("/v1/route", json=body)).json()
         found = [c for c in answer.get("candidates", ()) if c["worker_id"] == name]
         return sum(found[0]["overlap_blocks"].values()) if found else None
 
-    async def load_another_adapter(self, folder: Path, held: SentPrompt) -> None:
+    async def load_another_adapter(self, folder, held):
         """Under the name of the one before, at both engines. held: a prompt of that one's."""
         blocks = len(held.tokens) // BLOCK
         await eventually(
@@ -149,11 +143,11 @@ class Fleet:
             (await self._http.post(f"{url}/v1/load_lora_adapter", json=asked)).raise_for_status()
         await eventually(partial(self._look, "a", held), lambda seen: seen == 0, within_s=ANSWER_S)
 
-    async def _looks(self) -> int:
+    async def _looks(self):
         """How often the first engine was asked for its adapters."""
         return self.engines[0].num_logged("GET /v1/models")
 
-    async def differences(self, prompts: VllmPrompts, sample: int = SAMPLE) -> list[str]:
+    async def differences(self, prompts, sample=SAMPLE):
         """Where routers and engines disagree over a sample."""
         found = []
         for number in range(sample):
@@ -173,16 +167,16 @@ class Fleet:
             )
         return found
 
-    async def serving(self, *names: str) -> None:
-        async def look() -> list[str]:
-            listed: Any = (await self._routers[0].get("/v1/workers")).json()
+    async def serving(self, *names):
+        async def look():
+            listed = (await self._routers[0].get("/v1/workers")).json()
             return sorted(worker["worker_id"] for worker in listed["workers"])
 
         await eventually(look, lambda seen: seen == list(names), within_s=600.0)
 
 
 @asynccontextmanager
-async def fleet(redis_url: str, folder: Path, stack: ExitStack) -> AsyncIterator[Fleet]:
+async def fleet(redis_url, folder, stack):
     engines = stack.enter_context(vllm_servers(folder, "a", "b", blocks=CACHE_BLOCKS))
     async with (
         started_replica(redis_url) as one,
@@ -193,18 +187,18 @@ async def fleet(redis_url: str, folder: Path, stack: ExitStack) -> AsyncIterator
 
 
 async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_sleep(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url, prompts = one_redis_server.url, VllmPrompts(3)
     with ExitStack() as stack:
         async with fleet(url, tmp_path, stack) as served:
-            beside: list[Process] = [
+            beside = [
                 stack.enter_context(agent(engine.url, url, tmp_path / name, name))
                 for name, engine in zip("ab", served.engines, strict=True)
             ]
             await served.serving("a", "b")
 
-            async def disturb(number: int) -> None:
+            async def disturb(number):
                 if number == 100:
                     served.engines[0].kill()
                     served.engines[0].start()
@@ -219,7 +213,7 @@ async def test_overlap_is_what_vllm_reports_after_evictions_kills_a_reset_and_a_
 
             slots = asyncio.Semaphore(AT_ONCE)
 
-            async def one(number: int) -> None:
+            async def one(number):
                 async with slots:
                     await disturb(number)
                     await served.send(number, prompts.next())

@@ -1,14 +1,10 @@
 """A real vLLM that was started without KV events: see `make test-vllm`."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, behind_a_door
 
 PROMPTS = 60
@@ -18,8 +14,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
 async def test_what_was_routed_to_a_vllm_without_events_is_what_it_has_cached(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     rng = random.Random(11)
     prefixes = [[rng.randrange(5, 400) for _ in range(40 + 90 * n)] for n in range(8)]
     async with behind_a_door(one_redis_server.url, tmp_path, more=WITHOUT_EVENTS) as (door, direct):

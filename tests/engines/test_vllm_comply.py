@@ -1,17 +1,13 @@
 """A client's checks of three APIs find no more wrong through the front door than on vLLM alone: see
 `make test-vllm`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_serving
 from tests.e2e.engines import Process, agent
 from tests.engines.vllm_server import ANSWER_S, MODEL, VENV, vllm_servers
@@ -25,7 +21,7 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
-async def checked(url: str, form: str) -> dict[str, set[str]]:
+async def checked(url, form):
     """What each case found wrong: fields, or statuses; nothing if it passed."""
     running = await asyncio.create_subprocess_exec(
         *(VENV / "bin" / "llm-comply", "run", "--json", "--format", form, "--model", MODEL),
@@ -39,8 +35,8 @@ async def checked(url: str, form: str) -> dict[str, set[str]]:
 
 
 async def test_nothing_is_wrong_through_the_door_that_is_not_on_vllm_alone(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url = one_redis_server.url
     with ExitStack() as stack:
         [engine] = stack.enter_context(

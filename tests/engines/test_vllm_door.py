@@ -1,18 +1,13 @@
 """Chats with a real vLLM through the front door: see `make test-vllm`."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from app.door.stream import usage_in
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
 from tests.e2e.engines import agent
@@ -40,31 +35,31 @@ LONG = 1500
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
-def text(rng: random.Random, words: int) -> str:
+def text(rng, words):
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     rng = random.Random(4)
     systems = [{"role": "system", "content": text(rng, 60)} for _ in range(4)]
     async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
-        replies: dict[str, str] = {}
+        replies = {}
 
-        async def until_published(body: dict[str, Any]) -> None:
+        async def until_published(body):
             """All full blocks of a prompt and its answer, whose last token has no KV."""
             tokens = [*body["prompt_token_ids"], *body["choices"][0]["token_ids"][:-1]]
             route = {"token_ids": tokens, "reserve": False, "explain": True}
 
-            async def held() -> int:
+            async def held():
                 found = (await door.post("/v1/route", json=route)).json().get("candidates", ())
                 return sum(found[0]["overlap_blocks"].values()) if found else 0
 
             full = len(tokens) // BLOCK
             await eventually(held, lambda blocks: blocks >= full, within_s=ANSWER_S)
 
-        async def ask(messages: list[Any], **more: Any) -> tuple[str, int, int]:
+        async def ask(messages, **more):
             """What is answered, and the blocks predicted and found cached."""
             asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
             asked |= {"temperature": 0, "return_token_ids": True}
@@ -84,7 +79,7 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
             await until_published(body)
             return reply, min(stated, most), cached // BLOCK
 
-        async def rendered_here() -> float:
+        async def rendered_here():
             await ask([{"role": "user", "content": "hello"}])
             return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
 
@@ -112,15 +107,15 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
 
 
 async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by_vllm_alone(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     rng = random.Random(5)
     # They share nothing, so that the index has heard of what came before by the time it counts.
     systems = [text(rng, 60) for _ in range(2)]
     async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
-        replies: dict[str, str] = {}
+        replies = {}
 
-        async def ask(path: str, asked: dict[str, Any]) -> str:
+        async def ask(path, asked):
             """What is answered."""
             asked = {"model": MODEL, "temperature": 0} | asked
             answer = await door.post(path, json=asked)
@@ -131,7 +126,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
             replies[f"{path} {asked}"] = reply
             return reply
 
-        async def counts() -> list[float]:
+        async def counts():
             names = (
                 f'tokens_from_total{{model="{MODEL}",source="router"}}',
                 f'cached_compared_tokens_total{{model="{MODEL}",worker="a:0"}}',
@@ -139,7 +134,7 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
             )
             return [await counted(door, name) for name in names]
 
-        async def rendered_here() -> float:
+        async def rendered_here():
             await ask("/v1/messages", {"messages": [said("hello")], "max_tokens": 4})
             return (await counts())[0]
 
@@ -163,8 +158,8 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
 
 
 async def test_what_coding_agents_send_has_the_ids_here_that_vllm_gives_it(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     url = one_redis_server.url
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     async with behind_a_door(url, tmp_path, more=flags) as (door, direct):
@@ -189,8 +184,8 @@ async def test_what_coding_agents_send_has_the_ids_here_that_vllm_gives_it(
 
 @pytest.mark.parametrize("is_chat", [True, False])
 async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, is_chat: bool
-) -> None:
+    one_redis_server, tmp_path, is_chat
+):
     rng = random.Random(6)
     url = one_redis_server.url
     with ExitStack() as stack:
@@ -202,18 +197,16 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
             httpx.AsyncClient(timeout=ANSWER_S) as direct,
         ):
             await until_serving(door, 2)
-            begun_at: list[str] = []
-            asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": LONG}
+            begun_at = []
+            asked = {"model": MODEL, "temperature": 0, "max_tokens": LONG}
             asked |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
             path = "/v1/chat/completions" if is_chat else "/v1/completions"
 
-            def body() -> dict[str, Any]:
+            def body():
                 words = text(rng, 60)
                 return asked | ({"messages": [said(words)]} if is_chat else {"prompt": words})
 
-            async def stream(
-                http: httpx.AsyncClient, body: dict[str, Any], seen: asyncio.Event, url: str = ""
-            ) -> tuple[str, dict[str, Any]]:
+            async def stream(http, body, seen, url=""):
                 """Text and usage."""
                 got = ""
                 async with http.stream("POST", url + path, json=body) as answer:
@@ -228,7 +221,7 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
                     told = [c["delta"].get("content") if is_chat else c["text"] for c in choices]
                     return "".join(filter(None, told)), found[-1]["usage"]
 
-            async def rendered_here() -> float:
+            async def rendered_here():
                 await stream(door, body() | {"max_tokens": 2}, asyncio.Event())
                 return await counted(door, f'tokens_from_total{{model="{MODEL}",source="router"}}')
 
@@ -259,19 +252,17 @@ async def test_a_stream_whose_vllm_is_killed_says_what_one_left_alone_would_have
             assert await counted(door, f'migrations_total{{model="{MODEL}"}}') > 0
 
 
-def said(content: str) -> dict[str, str]:
+def said(content):
     return {"role": "user", "content": content}
 
 
-def answer_in(body: dict[str, Any]) -> str:
+def answer_in(body):
     """The text of a message or a response."""
     [block] = body["output"][0]["content"] if "output" in body else body["content"]
     return str(block["text"])
 
 
-async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(one_redis_server, tmp_path):
     rng = random.Random(7)
     texts = [text(rng, 4000) for _ in range(1000)]
     async with (
@@ -284,7 +275,7 @@ async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(
         loop = asyncio.get_running_loop()
         longest_s = 0.0
 
-        async def look_at_health() -> None:
+        async def look_at_health():
             nonlocal longest_s
             while True:
                 asked_s = loop.time()
@@ -292,7 +283,7 @@ async def test_a_burst_of_texts_to_tokenize_costs_a_vllm_no_lease(
                 longest_s = max(longest_s, loop.time() - asked_s)
                 await asyncio.sleep(0.1)
 
-        async def tokenize(words: str) -> int:
+        async def tokenize(words):
             answer = await many.post("/tokenize", json={"model": MODEL, "prompt": words})
             assert answer.status_code == 200, answer.text
             return int(answer.json()["count"])

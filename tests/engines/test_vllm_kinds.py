@@ -1,16 +1,9 @@
 """Real vLLM of other kinds than one with attention over all of a prompt: see `make test-vllm`."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.engines.vllm_server import ANSWER_S, BLOCK, MODEL, behind_a_door
 from tests.eventually import eventually
 
@@ -18,7 +11,7 @@ PROMPTS, CACHE_BLOCKS = 300, 600
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
-TINY: Mapping[str, Any] = {
+TINY = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -32,7 +25,7 @@ TINY: Mapping[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-HYBRIDS: Mapping[str, Mapping[str, Any]] = {
+HYBRIDS = {
     "windows": TINY
     | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -64,14 +57,14 @@ ENCODER = TINY | {
 }
 
 
-async def held(door: httpx.AsyncClient, prompt: list[int]) -> tuple[int, str]:
+async def held(door, prompt):
     """Blocks that the router states, and how surely, once two looks agree: vLLM publishes from a
     thread of its own."""
     asked, last = {"token_ids": prompt, "reserve": False}, (-1, "")
 
-    async def look() -> bool:
+    async def look():
         nonlocal last
-        answer: Any = (await door.post("/v1/route", json=asked)).json()
+        answer = (await door.post("/v1/route", json=asked)).json()
         before, last = last, (sum(answer["overlap_blocks"].values()), answer["trust"])
         return before == last
 
@@ -79,15 +72,15 @@ async def held(door: httpx.AsyncClient, prompt: list[int]) -> tuple[int, str]:
     return last
 
 
-async def worker_of(door: httpx.AsyncClient) -> dict[str, Any]:
+async def worker_of(door):
     [worker] = (await door.get("/v1/workers")).json()["workers"]
     return dict(worker)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 async def test_of_a_hybrid_no_more_is_stated_than_it_has_cached_and_hardly_less(
-    one_redis_server: EmbeddedRedis, tmp_path: Path, kind: str
-) -> None:
+    one_redis_server, tmp_path, kind
+):
     rng = random.Random(7)
     prefixes = [[rng.randrange(5, 400) for _ in range(30 * n)] for n in range(2, 32)]
     url = one_redis_server.url
@@ -112,9 +105,7 @@ async def test_of_a_hybrid_no_more_is_stated_than_it_has_cached_and_hardly_less(
         assert (await worker_of(door))["trust"] == "exact"
 
 
-async def test_an_encoder_serves_and_its_load_alone_counts(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_an_encoder_serves_and_its_load_alone_counts(one_redis_server, tmp_path):
     more = ("--runner", "pooling", "--no-enable-chunked-prefill")
     async with behind_a_door(one_redis_server.url, tmp_path, more=more, config=ENCODER) as clients:
         door, _ = clients
@@ -128,9 +119,7 @@ async def test_an_encoder_serves_and_its_load_alone_counts(
         assert await held(door, list(range(100, 300))) == (0, "load_only")
 
 
-async def test_without_prefix_caching_nothing_is_said_to_be_cached(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_without_prefix_caching_nothing_is_said_to_be_cached(one_redis_server, tmp_path):
     more = ("--no-enable-prefix-caching",)
     async with behind_a_door(one_redis_server.url, tmp_path, more=more) as (door, _):
         body = {"model": MODEL, "prompt": list(range(5, 305)), "max_tokens": 2}

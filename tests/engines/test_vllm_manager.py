@@ -1,7 +1,5 @@
 """What the index promises beside vLLM's own KV cache manager, in random histories of evictions."""
 
-from __future__ import annotations
-
 from math import gcd
 
 import pytest
@@ -14,11 +12,11 @@ AT_ITS_END = ("drafter, ", "drafter of ")
 """These do without the last block that is held, as it may look ahead to something else."""
 NOT_KNOWN = ("chunked attention", "drafter before 0.33, states and windows")
 """What these need events do not say."""
-LINES: list[bytes] = []
+LINES = []
 
 
 @pytest.fixture
-def lines() -> list[bytes]:
+def lines():
     if not VENV.exists():
         pytest.skip(f"no vLLM in {VENV}: make test-vllm installs it")
     if not LINES:
@@ -26,22 +24,20 @@ def lines() -> list[bytes]:
     return LINES
 
 
-def test_never_more_is_promised_than_the_engine_reuses(lines: list[bytes]) -> None:
+def test_never_more_is_promised_than_the_engine_reuses(lines):
     counted = count(lines)
     assert len(counted) > 20
     assert {name: c.over for name, c in counted.items() if c.over} == {}
     assert all(c.probes > 100 and c.reused_tokens > 1000 for c in counted.values())
 
 
-def test_what_is_held_is_more_than_engines_with_windows_states_and_drafters_reuse(
-    lines: list[bytes],
-) -> None:
+def test_what_is_held_is_more_than_engines_with_windows_states_and_drafters_reuse(lines):
     """Else the test before could not fail."""
     counted = count(lines, honest=False)
     assert all(c.over > 0 and c.most_over > 0 for c in counted.values())
 
 
-def test_hardly_ever_less_is_promised_than_the_engine_reuses(lines: list[bytes]) -> None:
+def test_hardly_ever_less_is_promised_than_the_engine_reuses(lines):
     sizes = {case["name"]: gcd(*(g["block"] for g in case["groups"])) for case in CASES}
     for name, c in count(lines).items():
         if name.startswith(AT_ITS_END):

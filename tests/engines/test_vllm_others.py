@@ -1,14 +1,9 @@
 """What a real vLLM counts of others' requests, and of our own: see `make test-vllm`."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
-import httpx
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.test_foreign_load import others
 from tests.engines.vllm_server import ANSWER_S, MODEL, behind_a_door
 from tests.eventually import eventually
@@ -19,20 +14,20 @@ AT_ONCE, TURNS = 12, 6
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
-async def ask(client: httpx.AsyncClient, number: int, num_tokens: int) -> None:
+async def ask(client, number, num_tokens):
     prompt = [5 + (7 * number + place) % 400 for place in range(200)]
     body = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
     assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_a_real_engine_counts_others_requests_and_none_of_ours_twice(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+    one_redis_server, tmp_path
+):
     async with behind_a_door(one_redis_server.url, tmp_path) as (door, direct):
         door.timeout = ANSWER_S
-        seen: list[int] = []
+        seen = []
 
-        async def look() -> None:
+        async def look():
             while True:
                 seen.extend(await others(door))
                 await asyncio.sleep(0.1)

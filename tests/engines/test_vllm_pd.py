@@ -1,20 +1,14 @@
 """Two real vLLM between which KV travels, through the front door: see `make test-vllm-pd`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.policy import transfer
 from app.policy.pairing import KvGroup
-from tests.engines.vllm_pair import Pair, PdServer, joined, marks, server, two_servers
+from tests.engines.vllm_pair import joined, marks, server, two_servers
 from tests.engines.vllm_server import BLOCK, MODEL
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
@@ -29,13 +23,13 @@ pytestmark = [pytest.mark.vllm_pd, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PdServer]]:
+def servers(tmp_path_factory):
     with two_servers(tmp_path_factory.mktemp("pd"), LEASE_S) as started:
         yield started
 
 
 @pytest.fixture
-def unlike(servers: list[PdServer]) -> Iterator[PdServer]:
+def unlike(servers):
     """With blocks twice as long as theirs."""
     started = server(servers[0].folder, "u", LEASE_S, block=2 * BLOCK)
     try:
@@ -46,17 +40,15 @@ def unlike(servers: list[PdServer]) -> Iterator[PdServer]:
 
 
 @pytest.fixture
-async def pair(
-    servers: list[PdServer], one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> AsyncIterator[Pair]:
+async def pair(servers, one_redis_server, tmp_path):
     async with joined(servers, one_redis_server.url, tmp_path) as pair:
         yield pair
 
 
-def prompts(seed: int) -> list[list[int]]:
+def prompts(seed):
     """Of one to thirty blocks; two in three begin as an earlier one."""
     rng = random.Random(seed)
-    made: list[list[int]] = []
+    made = []
     for _ in range(PROMPTS):
         prefix = rng.choice(made)[: rng.randrange(900)] if made and rng.random() < 0.66 else []
         tail = [rng.randrange(5, 400) for _ in range(rng.randrange(20, 500))]
@@ -64,12 +56,10 @@ def prompts(seed: int) -> list[list[int]]:
     return made
 
 
-async def test_texts_are_those_of_one_engine_and_the_target_computes_what_was_said(
-    pair: Pair, redis: Redis
-) -> None:
+async def test_texts_are_those_of_one_engine_and_the_target_computes_what_was_said(pair, redis):
     rng = random.Random(2)
-    texts: set[str] = set()
-    forms: list[str | None] = []
+    texts = set()
+    forms = []
     differences = []
     for number, prompt in enumerate(prompts(1)):
         door = rng.choice([pair.split, pair.split, pair.priced])
@@ -83,7 +73,7 @@ async def test_texts_are_those_of_one_engine_and_the_target_computes_what_was_sa
         source = answer.headers.get("x-kvroute-source")
         forms.append(source)
 
-        async def counted(before: dict[str, float] = before) -> dict[str, float]:
+        async def counted(before=before):
             now = await pair.by_source()
             return {name: now[name] - before.get(name, 0.0) for name in now}
 
@@ -107,7 +97,7 @@ async def test_texts_are_those_of_one_engine_and_the_target_computes_what_was_sa
     await overlaps_are_what_is_cached(pair, rng.sample(prompts(1), 20))
 
 
-async def overlaps_are_what_is_cached(pair: Pair, some: list[list[int]]) -> None:
+async def overlaps_are_what_is_cached(pair, some):
     """At rest, for both engines."""
     for prompt in some:
         asked = {"token_ids": prompt, "explain": True, "policy": "latency"}
@@ -124,7 +114,7 @@ async def overlaps_are_what_is_cached(pair: Pair, some: list[list[int]]) -> None
             assert details["cached_tokens"] // BLOCK == min(stated[name], most), name
 
 
-async def test_kv_of_another_prompt_changes_the_text(pair: Pair) -> None:
+async def test_kv_of_another_prompt_changes_the_text(pair):
     """The control: what the test above compares would tell wrong KV."""
     rng = random.Random(8)
     mine, other = ([rng.randrange(5, 400) for _ in range(320)] for _ in range(2))
@@ -138,13 +128,8 @@ async def test_kv_of_another_prompt_changes_the_text(pair: Pair) -> None:
 
 @pytest.mark.parametrize("guarded", [True, False])
 async def test_engines_with_unlike_blocks_are_not_paired(
-    servers: list[PdServer],
-    unlike: PdServer,
-    one_redis_server: EmbeddedRedis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    guarded: bool,
-) -> None:
+    servers, unlike, one_redis_server, tmp_path, monkeypatch, guarded
+):
     """The control: without the guard, texts are wrong."""
     if not guarded:
         all_alike = KvGroup("nixl", (), name="", revision="")
@@ -162,7 +147,7 @@ async def test_engines_with_unlike_blocks_are_not_paired(
             assert (text == await pair.text(pair.p.url, prompt)) is guarded
 
 
-async def test_two_engines_alike_tell_so(pair: Pair, redis: Redis) -> None:
+async def test_two_engines_alike_tell_so(pair, redis):
     told = [json.loads(text) for text in (await redis.hgetall(KEYS["workers"])).values()]
     fingerprints = {tuple(one["kv_fingerprint"]) for one in told}
     assert len(fingerprints) == 1
@@ -170,7 +155,7 @@ async def test_two_engines_alike_tell_so(pair: Pair, redis: Redis) -> None:
     assert not [fact for fact in facts if fact.endswith("=?")]
 
 
-async def test_the_doctor_finds_a_pair_healthy(pair: Pair, one_redis_server: EmbeddedRedis) -> None:
+async def test_the_doctor_finds_a_pair_healthy(pair, one_redis_server):
     rng = random.Random(15)
     for _ in range(12):
         prompt = [rng.randrange(5, 400) for _ in range(rng.randrange(100, 600))]
@@ -184,9 +169,7 @@ async def test_the_doctor_finds_a_pair_healthy(pair: Pair, one_redis_server: Emb
     assert bad(found) == set(), found
 
 
-async def test_a_killed_source_costs_no_request(
-    servers: list[PdServer], one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+async def test_a_killed_source_costs_no_request(servers, one_redis_server, redis, tmp_path):
     """The last test: the pair is one no more."""
     rng = random.Random(11)
     async with joined(servers, one_redis_server.url, tmp_path) as pair:

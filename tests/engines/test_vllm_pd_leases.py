@@ -1,27 +1,21 @@
 """What two real vLLM do whose leases on KV end: see `make test-vllm-pd`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
 import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door.transfer.kv_lease import KvLeases
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import until_serving
 from tests.door.test_failures import nothing_reserved
 from tests.e2e.engines import Process
-from tests.engines.vllm_pair import Pair, PdServer, joined, marks, two_servers
+from tests.engines.vllm_pair import joined, marks, two_servers
 from tests.engines.vllm_server import MAX_SEQS, MODEL
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
@@ -34,22 +28,18 @@ pytestmark = [pytest.mark.vllm_pd, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PdServer]]:
+def servers(tmp_path_factory):
     with two_servers(tmp_path_factory.mktemp("pd"), LEASE_S) as started:
         yield started
 
 
 @pytest.fixture
-async def pair(
-    servers: list[PdServer], one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> AsyncIterator[Pair]:
+async def pair(servers, one_redis_server, tmp_path):
     async with joined(servers, one_redis_server.url, tmp_path) as pair:
         yield pair
 
 
-async def test_a_client_gone_between_the_steps_leaves_nothing_after_the_lease(
-    pair: Pair, redis: Redis
-) -> None:
+async def test_a_client_gone_between_the_steps_leaves_nothing_after_the_lease(pair, redis):
     rng = random.Random(9)
     for delay_s in (0.1, 0.3, 0.6, 1.0):
         prompt = [rng.randrange(5, 400) for _ in range(1500)]
@@ -60,7 +50,7 @@ async def test_a_client_gone_between_the_steps_leaves_nothing_after_the_lease(
     await nothing_reserved(redis, within_s=LEASE_S + 20)
 
 
-def engine_core(server: PdServer) -> list[int]:
+def engine_core(server):
     """The processes that compute, beside the one that answers."""
     listed = subprocess.run(
         ["ps", "-eo", "pid,pgid,args", "--no-headers"], capture_output=True, text=True, check=True
@@ -76,7 +66,7 @@ def engine_core(server: PdServer) -> list[int]:
 
 
 @contextmanager
-def frozen(server: PdServer) -> Iterator[None]:
+def frozen(server):
     """Its API answers meanwhile, but for what is computed."""
     processes = engine_core(server)
     for process in processes:
@@ -88,7 +78,7 @@ def frozen(server: PdServer) -> Iterator[None]:
             os.kill(process, signal.SIGCONT)
 
 
-async def overwrite(pair: Pair, rng: random.Random) -> None:
+async def overwrite(pair, rng):
     """What p has let go of is used for others."""
     for _ in range(30):
         other = [rng.randrange(5, 400) for _ in range(1200)]
@@ -97,8 +87,8 @@ async def overwrite(pair: Pair, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("guarded", [True, False])
 async def test_a_target_that_fetched_after_the_lease_answers_nobody(
-    pair: Pair, redis: Redis, monkeypatch: pytest.MonkeyPatch, guarded: bool
-) -> None:
+    pair, redis, monkeypatch, guarded
+):
     """Until it has dropped what it holds. The control: without the guard, its text is wrong."""
     if not guarded:
         monkeypatch.setattr(KvLeases, "confirm", passes)
@@ -130,7 +120,7 @@ async def test_a_target_that_fetched_after_the_lease_answers_nobody(
 
     # Its engine is asked to drop what it holds, which it does; then it is back. What it was sent
     # before may still be let go of late, and then it drops all once more.
-    async def is_back() -> bool:
+    async def is_back():
         await until_serving(pair.split, 2)
         answer = await pair.split.post("/v1/completions", json=body | {"ignore_eos": True})
         if answer.status_code != 200:
@@ -143,7 +133,7 @@ async def test_a_target_that_fetched_after_the_lease_answers_nobody(
     await nothing_reserved(redis, within_s=LEASE_S + 20)
 
 
-async def passes(*_: object) -> None:
+async def passes(*_):
     pass
 
 
@@ -152,16 +142,14 @@ ASKED = 60
 
 
 @pytest.fixture
-async def misled(
-    servers: list[PdServer], one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> AsyncIterator[Pair]:
+async def misled(servers, one_redis_server, tmp_path):
     """Their operators say that leases are longer."""
     flag = f"--kv-lease-s={FLAG_S:g}"
     async with joined(servers, one_redis_server.url, tmp_path, flag) as pair:
         yield pair
 
 
-async def right_texts(pair: Pair, seed: int) -> dict[tuple[int, ...], str]:
+async def right_texts(pair, seed):
     """Of prompts most of which begin as the first does, by p alone."""
     rng = random.Random(seed)
     first = [rng.randrange(5, 400) for _ in range(800)]
@@ -172,21 +160,20 @@ async def right_texts(pair: Pair, seed: int) -> dict[tuple[int, ...], str]:
     return {tuple(prompt): await pair.text(pair.p.url, prompt) for prompt in prompts}
 
 
-async def text_of(door: httpx.AsyncClient, prompt: tuple[int, ...]) -> str:
+async def text_of(door, prompt):
     """As a client gets it that asks again where nobody answers."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
     while True:
         answer = await door.post("/v1/completions", json=body | {"ignore_eos": True})
         if answer.status_code == 200:
-            text: str = answer.json()["choices"][0]["text"]
-            return text
+            return answer.json()["choices"][0]["text"]
         assert answer.status_code in (502, 503), answer.text
         await asyncio.sleep(0.5)
 
 
 async def test_no_replica_gives_a_wrong_text_while_the_one_that_knows_is_stopped(
-    pair: Pair, one_redis_server: EmbeddedRedis
-) -> None:
+    pair, one_redis_server
+):
     rights = await right_texts(pair, 21)
     first, *others = rights
     await pair.text(pair.d.url, list(first[:64]))
@@ -210,9 +197,7 @@ async def test_no_replica_gives_a_wrong_text_while_the_one_that_knows_is_stopped
             assert await asking == rights[first]
 
 
-async def test_what_an_operator_says_of_a_lease_is_not_believed(
-    misled: Pair, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_what_an_operator_says_of_a_lease_is_not_believed(misled, one_redis_server):
     pair, rights = misled, await right_texts(misled, 23)
     first, *others = rights
     await pair.text(pair.d.url, list(first[:64]))
@@ -229,13 +214,13 @@ async def test_what_an_operator_says_of_a_lease_is_not_believed(
     assert f"--kv-lease-s is {FLAG_S:g}" in found["findings"]["found"]
 
 
-async def test_a_whole_answer_may_take_longer_than_the_lease(pair: Pair, redis: Redis) -> None:
+async def test_a_whole_answer_may_take_longer_than_the_lease(pair, redis):
     rng = random.Random(12)
     prompt = [rng.randrange(5, 400) for _ in range(300)]
     body = {"model": MODEL, "prompt": prompt, "temperature": 0, "ignore_eos": True}
     before = sum((await pair.by_source()).values())
 
-    async def has_fetched() -> bool:
+    async def has_fetched():
         return sum((await pair.by_source()).values()) >= before + len(prompt)
 
     asking = asyncio.create_task(
@@ -253,7 +238,7 @@ async def test_a_whole_answer_may_take_longer_than_the_lease(pair: Pair, redis: 
     assert await marks(redis) == []
 
 
-async def test_a_target_may_queue_longer_than_the_lease(pair: Pair, redis: Redis) -> None:
+async def test_a_target_may_queue_longer_than_the_lease(pair, redis):
     """It prolongs it meanwhile. Where a machine is so busy that it does not, its answer is given to
     nobody."""
     rng, let_go = random.Random(13), "Releasing expired KV blocks"
@@ -267,7 +252,7 @@ async def test_a_target_may_queue_longer_than_the_lease(pair: Pair, redis: Redis
         for number in range(MAX_SEQS)
     ]
 
-    async def requests(state: str) -> int:
+    async def requests(state):
         text = (await pair.direct.get(f"{pair.d.url}/metrics")).text
         found = re.search(rf"num_requests_{state}\{{.*\}} (\d+)", text)
         return int(found[1]) if found else 0

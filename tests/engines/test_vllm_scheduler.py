@@ -1,14 +1,11 @@
 """The simulated engine beside a real vLLM with a small cache: the same requests, step by step."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 BLOCKS, BATCH_TOKENS, MAX_SEQS, REQUESTS = 40, 256, 6, 80
 
 
-def requests_of(seed: int) -> list[dict[str, Any]]:
+def requests_of(seed):
     """Prompts that share prefixes, and answers that fill several blocks. None ends with a block, as
     vLLM keeps a block twice that it computed twice."""
     rng = random.Random(seed)
@@ -45,7 +42,7 @@ def requests_of(seed: int) -> list[dict[str, Any]]:
     return asked
 
 
-def steps_of_vllm(folder: Path, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def steps_of_vllm(folder, asked):
     if not VENV.exists():
         pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
     make_models(folder)
@@ -71,10 +68,10 @@ def steps_of_vllm(folder: Path, asked: list[dict[str, Any]]) -> list[dict[str, A
     return [json.loads(line.removeprefix("STEP ")) for line in said]
 
 
-def steps_of_ours(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def steps_of_ours(asked):
     profile = replace(USUAL, max_batch_tokens=BATCH_TOKENS, max_num_seqs=MAX_SEQS)
     engine = SimEngine(profile, block_size=BLOCK, now=lambda: 0.0, kv_pool_tokens=BLOCKS * BLOCK)
-    steps: list[dict[str, Any]] = []
+    steps = []
     left = list(asked)
     while left or engine.metrics().request_active_slots or engine.num_waiting:
         while left and left[0]["at"] <= len(steps):
@@ -100,7 +97,7 @@ def steps_of_ours(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return steps
 
 
-def test_a_simulated_engine_schedules_as_vllm_does(tmp_path: Path) -> None:
+def test_a_simulated_engine_schedules_as_vllm_does(tmp_path):
     asked = requests_of(1)
     theirs = steps_of_vllm(tmp_path, asked)
     ours = steps_of_ours(asked)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import gcd, lcm
 from pathlib import Path
@@ -16,11 +15,10 @@ import click
 import orjson
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.core.overlaps import Back, Resume, ReuseRule
-from app.core.types import SequenceHash, Tier
+from app.core.overlaps import Resume, ReuseRule
 from workers.agent.ownership import Ownership
 from workers.bridge.events.blocks import EngineBlocks
-from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 Group = dict[str, Any]
 VENV = Path(os.environ.get("KVROUTE_TEST_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
@@ -28,19 +26,19 @@ SOURCES = os.environ.get("KVROUTE_TEST_VLLM_SOURCES", "")
 """A folder with another version of the package vllm, to be taken instead of the one in VENV."""
 
 
-def full(block: int) -> Group:
+def full(block):
     return {"kind": "full", "block": block}
 
 
-def sliding(block: int, window: int) -> Group:
+def sliding(block, window):
     return {"kind": "sliding", "block": block, "window": window}
 
 
-def mamba(block: int, mode: str = "align") -> Group:
+def mamba(block, mode="align"):
     return {"kind": "mamba", "block": block, "mode": mode}
 
 
-def case(name: str, *groups: Group, num_blocks: int, **about: Any) -> dict[str, Any]:
+def case(name, *groups, num_blocks, **about):
     """index: tokens per block of the index. hash: those that the engine hashes together. drop,
     lookahead: for a drafter. retention: sparse checkpoints, every so many tokens."""
     unit = lcm(*(group["block"] for group in groups))
@@ -123,7 +121,7 @@ class Counts:
     blocks: int = 0
     """Blocks that were published, after each step, and those that say where the engine goes on."""
 
-    def add(self, promised: int, reused: int, held: int) -> None:
+    def add(self, promised, reused, held):
         self.probes += 1
         self.over += promised > reused
         self.under += promised < reused
@@ -137,7 +135,7 @@ class Counts:
 class Index:
     """What the index shows of one worker, as its agent publishes it."""
 
-    def __init__(self, case: dict[str, Any], block_size: int) -> None:
+    def __init__(self, case, block_size):
         self.block_size = block_size
         unit, lookahead = case["unit"] // block_size, case.get("lookahead", 0)
         dropped = case["groups"][0]["block"] // block_size if case.get("drop") else 0
@@ -146,9 +144,9 @@ class Index:
         self.blocks = EngineBlocks(
             block_size, recomputed_blocks=dropped, lookahead_blocks=self.rule.lookahead
         )
-        self.shown: dict[SequenceHash, tuple[Tier, Back]] = {}
+        self.shown = {}
 
-    def take(self, events: Iterable[EngineEvent]) -> None:
+    def take(self, events):
         for event in events:
             self.ownership.apply(self.blocks.take(event))
         for block, tier, _, back in self.ownership.drain(0):
@@ -157,7 +155,7 @@ class Index:
             else:
                 self.shown[block] = tier, back
 
-    def look_up(self, tokens: list[int]) -> tuple[int, int]:
+    def look_up(self, tokens):
         """Tokens of a prompt that are held, and that are promised to be reused."""
         size = self.block_size
         chain = compute_sequence_hashes(compute_local_hashes(tokens, size))
@@ -169,7 +167,7 @@ class Index:
         return held * size, reused * size
 
 
-def events_of(found: list[dict[str, Any]]) -> Iterable[EngineEvent]:
+def events_of(found):
     for one in found:
         match one["type"]:
             case "BlockStored":
@@ -180,12 +178,12 @@ def events_of(found: list[dict[str, Any]]) -> Iterable[EngineEvent]:
                 yield AllBlocksCleared()
 
 
-def count(lines: Iterable[bytes], *, honest: bool = True) -> dict[str, Counts]:
+def count(lines, *, honest=True):
     """What was counted of each case, by its name; not of those that this vLLM cannot play.
 
     honest: if not, all that is held is promised.
     """
-    counted: dict[str, Counts] = {}
+    counted = {}
     for line in lines:
         row = orjson.loads(line)
         if about := row.get("case"):
@@ -203,7 +201,7 @@ def count(lines: Iterable[bytes], *, honest: bool = True) -> dict[str, Counts]:
     return counted
 
 
-def histories(cases: list[dict[str, Any]]) -> list[bytes]:
+def histories(cases):
     """What vLLM's manager says in these cases, as lines for `count`."""
     environment = os.environ | ({"PYTHONPATH": SOURCES} if SOURCES else {})
     done = subprocess.run(
@@ -217,7 +215,7 @@ def histories(cases: list[dict[str, Any]]) -> list[bytes]:
     return done.stdout.splitlines()
 
 
-def main() -> None:
+def main():
     seeds, steps = int(sys.argv[1]), int(sys.argv[2])
     cases = [one | {"seed": seed, "steps": steps} for one in CASES for seed in range(seeds)]
     counted = count(histories(cases))

@@ -5,8 +5,6 @@ how many tokens of some prompts it would reuse then. Requests are admitted, chun
 freed as by vLLM's scheduler.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

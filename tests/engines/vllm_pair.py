@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
-from redis.asyncio import Redis
 
 from app.local.redis_server import free_port
 from tests.door.conftest import replica, until_serving
@@ -26,7 +22,7 @@ class PdServer(VllmServer):
     lease_s: float
 
 
-def server(folder: Path, name: str, lease_s: float, *, block: int = BLOCK) -> PdServer:
+def server(folder, name, lease_s, *, block=BLOCK):
     port = free_port()
     connector = {
         "kv_connector": "NixlConnector",
@@ -52,29 +48,21 @@ class Pair:
     """p computes prompts, d decodes. split: a door that splits each request; priced: one that does
     where it is quicker."""
 
-    def __init__(
-        self,
-        p: PdServer,
-        d: PdServer,
-        split: httpx.AsyncClient,
-        priced: httpx.AsyncClient,
-        direct: httpx.AsyncClient,
-    ) -> None:
+    def __init__(self, p, d, split, priced, direct):
         self.p, self.d, self.split, self.priced, self.direct = p, d, split, priced, direct
 
-    async def text(self, url: str, prompt: list[int], **more: Any) -> str:
+    async def text(self, url, prompt, **more):
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
         answer = await self.direct.post(f"{url}/v1/completions", json=body | {"ignore_eos": True})
         assert answer.status_code == 200, answer.text
-        found: str = answer.json()["choices"][0]["text"]
-        return found
+        return answer.json()["choices"][0]["text"]
 
-    async def num_requests(self) -> int:
+    async def num_requests(self):
         """That routers take both to have."""
         listed = (await self.split.get("/v1/workers")).json()["workers"]
         return sum(worker["active_requests"] for worker in listed)
 
-    async def by_source(self) -> dict[str, float]:
+    async def by_source(self):
         """Prompt tokens of d so far, by where their KV came from."""
         text = (await self.direct.get(f"{self.d.url}/metrics")).text
         lines = re.findall(r'prompt_tokens_by_source_total\{.*source="([^"]+)".*\} (\S+)', text)
@@ -82,7 +70,7 @@ class Pair:
 
 
 @contextmanager
-def two_servers(folder: Path, lease_s: float) -> Iterator[list[PdServer]]:
+def two_servers(folder, lease_s):
     make_models(folder)
     started = [server(folder, name, lease_s) for name in ("p", "d")]
     try:
@@ -95,9 +83,7 @@ def two_servers(folder: Path, lease_s: float) -> Iterator[list[PdServer]]:
 
 
 @asynccontextmanager
-async def joined(
-    servers: list[PdServer], url: str, folder: Path, *flags: str
-) -> AsyncIterator[Pair]:
+async def joined(servers, url, folder, *flags):
     """flags: more of their agents."""
     p, d = servers
     way = "--kv-transfer=nixl"
@@ -118,7 +104,7 @@ async def joined(
             yield Pair(p, d, split, priced, direct)
 
 
-async def marks(redis: Redis) -> list[bytes]:
+async def marks(redis):
     """Of workers that are tainted."""
     records = await redis.hgetall(KEYS["verdicts"])
     return [name for name, text in records.items() if b"tainted" in text]

@@ -3,8 +3,6 @@
 It reads a case from stdin as JSON, and writes a JSON line for each step: what was scheduled.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

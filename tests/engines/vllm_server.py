@@ -1,17 +1,13 @@
 """A real vLLM on the CPU, as a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import httpx
 import pytest
@@ -41,7 +37,7 @@ ENVIRONMENT = {
 }
 
 
-def make_models(folder: Path, config: Mapping[str, object] | None = None) -> None:
+def make_models(folder, config=None):
     """config: of another model, without weights; None: of the one whose weights are made."""
     script = Path(__file__).with_name("make_model.py")
     subprocess.run([VENV / "bin" / "python", script, folder], check=True)
@@ -56,15 +52,8 @@ class VllmServer:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        blocks: int,
-        more: Sequence[str] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
-        *,
-        usual: bool = True,
-    ) -> None:
+        self, folder, name, blocks, more=(), environment=MappingProxyType({}), *, usual=True
+    ):
         if not VENV.exists():
             pytest.fail(f"there is no {VENV}: make test-vllm installs vLLM there")
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
@@ -74,7 +63,7 @@ class VllmServer:
         self._log = folder / f"{name}.log"
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         events = (
             '{"enable_kv_cache_events":true,"publisher":"zmq",'
             f'"endpoint":"tcp://*:{self.events_port}",'
@@ -106,11 +95,11 @@ class VllmServer:
                 start_new_session=True,  # its engine is a process of its own
             )
 
-    def _usual_flags(self) -> Iterator[str]:
+    def _usual_flags(self):
         yield from ("--enable-prefix-caching", "--enable-lora", "--max-lora-rank", "8")
         yield from ("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}")
 
-    def wait(self) -> None:
+    def wait(self):
         """Until it serves."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
@@ -126,18 +115,18 @@ class VllmServer:
         raise AssertionError(f"vLLM does not serve:\n{log[-4000:]}")
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         """Of its model."""
         return self._folder
 
     @property
-    def process_group(self) -> int:
+    def process_group(self):
         return self._process.pid
 
-    def num_logged(self, text: str) -> int:
+    def num_logged(self, text):
         return self._log.read_text(errors="replace").count(text)
 
-    def kill(self) -> None:
+    def kill(self):
         """Does nothing if it has ended."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -145,16 +134,10 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_servers(
-    folder: Path,
-    *names: str,
-    blocks: int,
-    more: Sequence[str] = (),
-    config: Mapping[str, object] | None = None,
-) -> Iterator[list[VllmServer]]:
+def vllm_servers(folder, *names, blocks, more=(), config=None):
     """That many servers, all of which serve. config: see make_models."""
     make_models(folder, config)
-    servers: list[VllmServer] = []
+    servers = []
     try:
         for name in names:
             servers.append(VllmServer(folder, name, blocks, more, usual=config is None))
@@ -167,14 +150,7 @@ def vllm_servers(
 
 
 @asynccontextmanager
-async def behind_a_door(
-    redis_url: str,
-    folder: Path,
-    more: Sequence[str] = (),
-    config: Mapping[str, object] | None = None,
-    blocks: int = 2000,
-    **settings: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+async def behind_a_door(redis_url, folder, more=(), config=None, blocks=2000, **settings):
     """Clients of a replica, and of the one vLLM that it routes to, as a. config: see
     make_models."""
     with (

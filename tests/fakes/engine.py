@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ import orjson
 from aiohttp import web
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
-from app.tokens import Renderer, Unrenderable, chat_of_messages, chat_of_response, load
+from app.tokens import Unrenderable, chat_of_messages, chat_of_response, load
 from tests.fakes import facts
-from tests.fakes.dialects import DIALECTS, Chat
+from tests.fakes.dialects import DIALECTS
 from tests.fakes.events import EventSockets
-from tests.fakes.faults import BREAKS, HANG_S, RAW, WELL, Faults, How
+from tests.fakes.faults import BREAKS, HANG_S, RAW, WELL, Faults
 from tests.fakes.said import TEXT, Refused, Said, said_to
-from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from workers.engines.sim.text import WORDS
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
@@ -89,56 +89,56 @@ class FakeEngine:
     def __init__(
         self,
         *,
-        kind: str = "vllm",
-        models: Sequence[str] = ("m",),
-        adapters: Sequence[str] = (),
-        publishes: bool = True,
-        reset: bool = False,
-        prefill_s: float = 0.0,
-        token_s: float = 0.0,
-        slots: int = 256,
-        max_model_len: int = 32_768,
-        kv_blocks: int = 10_000,
-        words: Sequence[str] = (TEXT,),
-        natural: int = 0,
-        text: str = "",
-        refuses: Sequence[str] = ("logprobs",),
-        tokenizer: str = "",
-        says: facts.Answers | None = None,
-    ) -> None:
+        kind="vllm",
+        models=("m",),
+        adapters=(),
+        publishes=True,
+        reset=False,
+        prefill_s=0.0,
+        token_s=0.0,
+        slots=256,
+        max_model_len=32_768,
+        kv_blocks=10_000,
+        words=(TEXT,),
+        natural=0,
+        text="",
+        refuses=("logprobs",),
+        tokenizer="",
+        says=None,
+    ):
         self.url = ""
-        self.requests: Counter[str] = Counter()
-        self.heard: deque[HeardRequest] = deque(maxlen=2000)
+        self.requests = Counter()
+        self.heard = deque(maxlen=2000)
         self.running = self.waiting = self.started = self.finished = self.aborted = 0
         self.broken = self._speaking = 0
         self.text = text
-        self.choose: Callable[[HeardRequest], Faults] | None = None
-        self.paths: dict[str, Callable[[HeardRequest], Any]] = {}
+        self.choose = None
+        self.paths = {}
         self._models, self._adapters = tuple(models), tuple(adapters)
         self._prefill_s, self._token_s = prefill_s, token_s
         self._slots = asyncio.Semaphore(slots)
         self._max_model_len = max_model_len
         self._words, self._natural, self._refuses = words, natural, frozenset(refuses)
         self._has_reset, self._root = reset, tokenizer
-        self._renderer: Renderer | None = load(tokenizer) if tokenizer else None
+        self._renderer = load(tokenizer) if tokenizer else None
         self._faults = WELL
         self._times_left = 0
         self._changed = asyncio.Event()
-        self._away: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._away = None
+        self._runner = None
         self.events = EventSockets(wire="sglang" if kind == "sglang" else "vllm")
         self.cache = Cache(kv_blocks)
         self._blocks_in_use = 0
-        self._counters: Counter[str] = Counter()
+        self._counters = Counter()
         self.started_s = time.time()
-        self.says: Any = self._facts(kind, publishes) if says is None else says
+        self.says = self._facts(kind, publishes) if says is None else says
 
     @property
-    def faults(self) -> Faults:
+    def faults(self):
         return self._faults
 
     @faults.setter
-    def faults(self, faults: Faults) -> None:
+    def faults(self, faults):
         """Also of the requests that run."""
         if faults.how == "stall" != self._faults.how:
             self.broken += self._speaking
@@ -149,34 +149,34 @@ class FakeEngine:
             self._away = asyncio.create_task(self._be_away(faults.away_s))
 
     @property
-    def max_model_len(self) -> int:
+    def max_model_len(self):
         """Longer prompts are refused."""
         return self.faults.max_model_len or self._max_model_len
 
     @property
-    def num_open(self) -> int:
+    def num_open(self):
         """Connections."""
         assert self._runner is not None
         assert self._runner.server is not None
         return len(self._runner.server.connections)
 
     @property
-    def asked(self) -> list[HeardRequest]:
+    def asked(self):
         """The latest requests for answers."""
         return [one for one in self.heard if one.path in DIALECTS]
 
     @property
-    def bodies(self) -> list[Mapping[str, Any]]:
+    def bodies(self):
         """Of the latest requests for answers."""
         return [one.body for one in self.asked]
 
     @property
-    def counts(self) -> dict[str, Any]:
+    def counts(self):
         names = ("running", "waiting", "started", "finished", "aborted", "broken")
         return {name: getattr(self, name) for name in names} | {"requests": dict(self.requests)}
 
     @asynccontextmanager
-    async def serving(self, port: int) -> AsyncIterator[None]:
+    async def serving(self, port):
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -197,13 +197,13 @@ class FakeEngine:
                     self._away.cancel()
                 await self._runner.cleanup()
 
-    async def _listen(self, port: int) -> None:
+    async def _listen(self, port):
         assert self._runner is not None
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
         [address] = self._runner.addresses
         self.url = f"http://127.0.0.1:{address[1]}"
 
-    async def _be_away(self, seconds: float) -> None:
+    async def _be_away(self, seconds):
         assert self._runner is not None
         assert self._runner.server is not None
         for site in list(self._runner.sites):
@@ -220,16 +220,16 @@ class FakeEngine:
 
     # What tests, agents and routers ask.
 
-    async def _show(self, _: web.Request) -> web.Response:
+    async def _show(self, _):
         return web.json_response({"faults": asdict(self.faults), **self.counts})
 
-    async def _change(self, request: web.Request) -> web.Response:
+    async def _change(self, request):
         self.faults = Faults(**await request.json())
         return await self._show(request)
 
-    def _facts(self, kind: str, publishes: bool) -> dict[str, Any]:
+    def _facts(self, kind, publishes):
         """What a GET answers."""
-        told: dict[str, Any] = {"/health": b"", "/v1/models": lambda: self._cards(kind)}
+        told = {"/health": b"", "/v1/models": lambda: self._cards(kind)}
         if kind == "vllm":
             told["/version"] = {"version": VERSIONS[kind]}
             told["/kv_event_sources"] = self.events.told if publishes else {}
@@ -237,23 +237,23 @@ class FakeEngine:
         if kind == "sglang":
             ports = {"endpoint_port_base": self.events.events_port, "topic": "", "dp_size": 1}
             ports |= {"replay_endpoint_port_base": self.events.replay_port}
-            of_events = facts.SGLANG_INFO["kv_events"] | ports | {"block_size": BLOCK_SIZE}  # type: ignore[operator]
+            of_events = facts.SGLANG_INFO["kv_events"] | ports | {"block_size": BLOCK_SIZE}
             about = {"max_total_num_tokens": self.cache.num_blocks * BLOCK_SIZE, "dp_size": 1}
             about |= {"kv_events": of_events if publishes else None}
             told["/server_info"] = facts.sglang(**about)["/server_info"]
             told["/v1/loads"] = lambda: {"loads": [self._load()]}
         return told
 
-    def _cards(self, kind: str) -> dict[str, Any]:
+    def _cards(self, kind):
         listed = facts.cards(kind, self._models, self._adapters, self.max_model_len, self._root)
         return listed if self.faults.lists_models else listed | {"data": []}
 
     @property
-    def _kv_usage(self) -> float:
+    def _kv_usage(self):
         usage = self.faults.kv_usage
         return min(1.0, self._blocks_in_use / self.cache.num_blocks) if usage is None else usage
 
-    def _exposed(self) -> Iterator[str]:
+    def _exposed(self):
         config = {
             "block_size": BLOCK_SIZE,
             "num_gpu_blocks": self.cache.num_blocks,
@@ -268,7 +268,7 @@ class FakeEngine:
         counters = {name: self._counters[name] for name in _COUNTERS}
         return facts.exposed(self._models[0], self.started_s, config, gauges, counters)
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self):
         """As SGLang tells it."""
         return {
             "dp_rank": 0,
@@ -278,7 +278,7 @@ class FakeEngine:
             "cache_hit_rate": 0.0,
         }
 
-    async def _get(self, request: web.Request) -> web.Response:
+    async def _get(self, request):
         faults, path = self.faults, request.path
         late_s, status = {
             "/health": (faults.health_s, faults.health_status),
@@ -288,9 +288,7 @@ class FakeEngine:
         what = self.says.get(path, 404)
         return await self._said(request, late_s, status, what() if callable(what) else what)
 
-    async def _said(
-        self, request: web.Request, late_s: float, status: int, what: object
-    ) -> web.Response:
+    async def _said(self, request, late_s, status, what):
         self.requests[request.path] += 1
         await asyncio.sleep(late_s)
         if not status:
@@ -305,7 +303,7 @@ class FakeEngine:
 
     # What clients ask.
 
-    async def _post(self, request: web.Request) -> web.StreamResponse:
+    async def _post(self, request):
         path = request.path
         text = await request.text()
         body = orjson.loads(text) if text else {}
@@ -327,7 +325,7 @@ class FakeEngine:
         self.requests[path] += 1
         return await self._answer(request, heard, faults)
 
-    async def _tokens_said(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _tokens_said(self, path, body):
         if path == "/detokenize":
             return {"prompt": bytes(one % 256 for one in body["tokens"]).decode(errors="replace")}
         [ids] = await self._prompts_of(path.removesuffix("/count_tokens"), body)
@@ -335,7 +333,7 @@ class FakeEngine:
             return {"input_tokens": len(ids)}
         return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
 
-    async def _prompts_of(self, path: str, body: Mapping[str, Any]) -> list[list[int]]:
+    async def _prompts_of(self, path, body):
         """The ids of each prompt: those that a body gives, else its text's."""
         sent = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         prompt = sent or body.get("input_ids") or body.get("prompt")
@@ -345,7 +343,7 @@ class FakeEngine:
             return [await self._ids_of(path, {"prompt": one}) for one in prompt]
         return [await self._ids_of(path, body)]
 
-    async def _ids_of(self, path: str, body: Mapping[str, Any]) -> list[int]:
+    async def _ids_of(self, path, body):
         prompt = body.get("prompt")
         if isinstance(prompt, list):
             if not all(isinstance(one, int) for one in prompt):
@@ -358,9 +356,7 @@ class FakeEngine:
         said += [one.get("content") for one in body.get("messages") or ()]
         return list("\n".join(str(one) for one in said if one).encode()) or [0]
 
-    async def _answer(
-        self, request: web.Request, heard: HeardRequest, faults: Faults
-    ) -> web.StreamResponse:
+    async def _answer(self, request, heard, faults):
         body = heard.body
         dialect_of = DIALECTS[request.path]
         if faults.status != 200 or faults.body is not None:
@@ -386,7 +382,7 @@ class FakeEngine:
         except ConnectionResetError:  # it has gone, and aiohttp would log that as an error
             return web.Response()
 
-    def _says(self, path: str, body: Mapping[str, Any], prompts: Sequence[list[int]]) -> Said:
+    def _says(self, path, body, prompts):
         """Raises Refused."""
         if path == "/v1/messages" and not body.get("max_tokens"):
             where = {"type": "missing", "loc": ("body", "max_tokens"), "msg": "Field required"}
@@ -400,7 +396,7 @@ class FakeEngine:
             raise Refused(f"This model's maximum context length is {self.max_model_len} tokens.")
         return Said([self.text]) if self.text else said_to(body, self._words, self._natural)
 
-    def _faults_of(self, heard: HeardRequest) -> Faults:
+    def _faults_of(self, heard):
         """Those that a request gets."""
         if self.choose is not None:
             return self.choose(heard)
@@ -410,7 +406,7 @@ class FakeEngine:
         self._times_left -= heard.path in DIALECTS
         return faults
 
-    async def _raw(self, request: web.Request, name: str) -> web.StreamResponse:
+    async def _raw(self, request, name):
         transport = request.transport
         assert isinstance(transport, asyncio.Transport)
         answer = RAW[name]
@@ -423,7 +419,7 @@ class FakeEngine:
         return web.Response()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self):
         self.started += 1
         try:
             yield
@@ -433,14 +429,7 @@ class FakeEngine:
         self.finished += 1
         self._counters["request_success_total"] += 1
 
-    async def _stream(
-        self,
-        request: web.Request,
-        dialect: Chat,
-        ids: list[int],
-        faults: Faults,
-        speaking: ExitStack,
-    ) -> web.StreamResponse:
+    async def _stream(self, request, dialect, ids, faults, speaking):
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await answer.prepare(request)
         how = faults.how
@@ -470,16 +459,14 @@ class FakeEngine:
         return answer
 
     @contextmanager
-    def _counts_as_speaking(self) -> Iterator[None]:
+    def _counts_as_speaking(self):
         self._speaking += 1
         try:
             yield
         finally:
             self._speaking -= 1
 
-    async def _whole(
-        self, request: web.Request, dialect: Chat, ids: list[int], faults: Faults
-    ) -> web.StreamResponse:
+    async def _whole(self, request, dialect, ids, faults):
         how = faults.how
         if how in ("error first", "error before tokens"):
             return web.json_response(dialect.refusal(500))
@@ -503,7 +490,7 @@ class FakeEngine:
         await answer.write(body[len(body) // 2 :])
         return answer
 
-    async def _tokens(self, dialect: Chat, ids: list[int], faults: Faults) -> AsyncIterator[int]:
+    async def _tokens(self, dialect, ids, faults):
         """The numbers of the answer's tokens, as they come."""
         prefill_s = self._prefill_s if faults.prefill_s is None else faults.prefill_s
         token_s = self._token_s if faults.token_s is None else faults.token_s
@@ -517,7 +504,7 @@ class FakeEngine:
             count["prompt_tokens_cached_total"] += dialect.cached_tokens
             count["time_to_first_token_seconds_count"] += 1
             count["request_prefill_time_seconds_count"] += 1
-            count["request_prefill_time_seconds_sum"] += prefill_s  # type: ignore[assignment]
+            count["request_prefill_time_seconds_sum"] += prefill_s
             count["request_prompt_tokens_sum"] += len(ids)
             count["request_prefill_kv_computed_tokens_sum"] += len(ids) - dialect.cached_tokens
             for number in range(dialect.num_tokens):
@@ -525,13 +512,13 @@ class FakeEngine:
                     await asyncio.sleep(token_s)
                     await self._while_ill("stall")
                     count["inter_token_latency_seconds_count"] += 1
-                    count["inter_token_latency_seconds_sum"] += token_s  # type: ignore[assignment]
+                    count["inter_token_latency_seconds_sum"] += token_s
                 count["generation_tokens_total"] += 1
                 count["iteration_tokens_total_count"] += 1
                 yield number
 
     @asynccontextmanager
-    async def _slot(self, num_blocks: int) -> AsyncIterator[None]:
+    async def _slot(self, num_blocks):
         self.waiting += 1
         try:
             await self._slots.acquire()
@@ -546,17 +533,17 @@ class FakeEngine:
             self.running -= 1
             self._blocks_in_use -= num_blocks
 
-    async def _while_ill(self, how: How) -> None:
+    async def _while_ill(self, how):
         while self.faults.how == how:
             await self._changed.wait()
 
-    def _forget(self) -> bool:
+    def _forget(self):
         """Drop all blocks, unless requests hold some."""
         if not self.running:
             self._drop_blocks()
         return not self.running
 
-    def _drop_blocks(self) -> None:
+    def _drop_blocks(self):
         self.cache = Cache(self.cache.num_blocks)
         self.events.publish([AllBlocksCleared()])
 
@@ -565,11 +552,11 @@ class Cache:
     """The blocks of prompts, of which those go first that were used longest ago, and of a prompt
     the last ones."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks):
         self.num_blocks = num_blocks
-        self._held: OrderedDict[int, None] = OrderedDict()
+        self._held = OrderedDict()
 
-    def overlap(self, ids: list[int]) -> int:
+    def overlap(self, ids):
         """Leading tokens that it has."""
         num_blocks = 0
         for block in chain_of(ids):
@@ -578,7 +565,7 @@ class Cache:
             num_blocks += 1
         return num_blocks * BLOCK_SIZE
 
-    def store(self, ids: list[int]) -> list[EngineEvent]:
+    def store(self, ids):
         """What an engine says of it."""
         chain = chain_of(ids)
         begin = self.overlap(ids) // BLOCK_SIZE
@@ -586,7 +573,7 @@ class Cache:
             self._held[block] = None
             self._held.move_to_end(block)
         gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self.num_blocks)]
-        events: list[EngineEvent] = []
+        events = []
         if chain[begin:]:
             tokens = ids[begin * BLOCK_SIZE : len(chain) * BLOCK_SIZE]
             parent = chain[begin - 1] if begin else None
@@ -594,17 +581,17 @@ class Cache:
         return [*events, BlockRemoved(gone)] if gone else events
 
 
-def chain_of(ids: list[int]) -> list[int]:
+def chain_of(ids):
     local = compute_local_hashes(ids, BLOCK_SIZE)
     return [int(block) for block in compute_sequence_hashes(local)]
 
 
-def _most_cached(num_tokens: int) -> int:
+def _most_cached(num_tokens):
     """Tokens of a prompt, in whole blocks: the last one is always computed."""
     return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-async def _rendered(renderer: Renderer, path: str, body: Mapping[str, Any]) -> list[int]:
+async def _rendered(renderer, path, body):
     """Raises Unrenderable."""
     if body.get("prompt") is not None:
         return (await renderer.of_text(body["prompt"])).tolist()
@@ -617,7 +604,7 @@ async def _rendered(renderer: Renderer, path: str, body: Mapping[str, Any]) -> l
     return (await renderer.of_chat(chat)).tolist()
 
 
-def _at_once(said: object, status: int, faults: Faults = WELL) -> web.Response:
+def _at_once(said, status, faults=WELL):
     headers = dict(faults.headers)
     headers.setdefault("content-type", "application/json")
     body = orjson.dumps(said) if faults.body is None else faults.body
@@ -626,15 +613,15 @@ def _at_once(said: object, status: int, faults: Faults = WELL) -> web.Response:
     )
 
 
-def _reset(transport: asyncio.BaseTransport | None) -> None:
+def _reset(transport):
     assert isinstance(transport, asyncio.Transport)
-    raw: socket.socket = transport.get_extra_info("socket")
+    raw = transport.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     transport.abort()
 
 
 @asynccontextmanager
-async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine]:
+async def fake_engine(port=0, **options):
     """A well one, which listens on 127.0.0.1. port: 0 takes a free one. options: of FakeEngine."""
     engine = FakeEngine(**options)
     async with engine.serving(port):
@@ -654,10 +641,10 @@ async def fake_engine(port: int = 0, **options: Any) -> AsyncIterator[FakeEngine
 @click.option("--kv-blocks", default=10_000)
 @click.option("--natural", default=0, help="It then says words, and so many.")
 @click.option("--tokenizer", default="")
-def main(port: int, model: str, **options: Any) -> None:
+def main(port, model, **options):
     """Run such an engine until it is ended."""
 
-    async def run() -> None:
+    async def run():
         chosen = options | {"models": model.split(",")}
         chosen["words"] = [f"{word} " for word in WORDS] if options["natural"] else (TEXT,)
         async with fake_engine(port, **chosen) as engine:

@@ -5,20 +5,15 @@ ROUTER: asked for a number, it answers with all batches from there on that it st
 end. The network may lose, repeat and delay batches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any
 
 import msgspec
 import zmq.asyncio
 
 from workers.bridge.events import vllm
-from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from workers.bridge.events.stream import Position
 from workers.bridge.http.facts import EventSource
 
@@ -26,9 +21,9 @@ END = b"\xff" * 8
 """In place of a number, after the last batch of an answer."""
 
 
-def _arrays(ts: float, events: Sequence[EngineEvent], rank: int | None) -> bytes:
+def _arrays(ts, events, rank):
     """A batch as SGLang publishes it."""
-    told: list[list[Any]] = []
+    told = []
     for event in events:
         name = type(event).__name__
         match event:
@@ -42,8 +37,7 @@ def _arrays(ts: float, events: Sequence[EngineEvent], rank: int | None) -> bytes
     return msgspec.msgpack.encode([ts, told, rank])
 
 
-Wire = Callable[[float, Sequence[EngineEvent], int | None], bytes]
-WIRES: Mapping[str, Wire] = {"vllm": vllm.encode, "sglang": _arrays}
+WIRES = {"vllm": vllm.encode, "sglang": _arrays}
 """The bytes of a batch, by the kind of engine."""
 
 
@@ -51,12 +45,10 @@ class EventSockets:
     """buffer: how many batches it keeps to be asked for again. answers: cleared by tests in which
     it does not. num_asked: how often it was asked."""
 
-    def __init__(
-        self, buffer: int = 10_000, *, replays: bool = True, wire: str = "vllm", rank: int = 0
-    ) -> None:
+    def __init__(self, buffer=10_000, *, replays=True, wire="vllm", rank=0):
         self.num_asked, self.answers = 0, True
         self._encode, self._rank = WIRES[wire], rank
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self._kept = deque(maxlen=buffer)
         self._next, self._ts = 0, 0.0
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -70,19 +62,17 @@ class EventSockets:
         replay = f"{here}:{self.replay_port}" if replays else None
         self.source = EventSource(rank, f"{here}:{self.events_port}", replay)
 
-    async def __aenter__(self) -> EventSockets:
+    async def __aenter__(self):
         self._answering = asyncio.create_task(self._answer())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind, error, _):
         self._answering.cancel()
         await asyncio.wait([self._answering])
         self._context.destroy(linger=0)
 
     @property
-    def told(self) -> dict[str, dict[str, object]]:
+    def told(self):
         """What vLLM's GET /kv_event_sources answers. `*` is the host that was asked."""
         source = {
             "enable_kv_cache_events": True,
@@ -94,9 +84,7 @@ class EventSockets:
         }
         return {str(self._rank): source}
 
-    def publish(
-        self, events: Sequence[EngineEvent], *, times: int = 1, rank: int | None = 0
-    ) -> None:
+    def publish(self, events, *, times=1, rank=0):
         """Send a batch, unless it is empty. times: how often it arrives; 0: never."""
         if not events:
             return
@@ -108,32 +96,32 @@ class EventSockets:
         self._next += 1
 
     @property
-    def position(self) -> Position | None:
+    def position(self):
         """The last batch that was published."""
         return Position(self._next - 1, self._ts) if self._next else None
 
-    def send_late(self, back: int) -> None:
+    def send_late(self, back):
         """The batch that many before the last one arrives now, if it is still kept."""
         if back < len(self._kept):
             number, payload = self._kept[-1 - back]
             self.send([b"", number.to_bytes(8, "big"), payload])
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames):
         self._pub.send_multipart(frames)
 
-    def cut(self) -> None:
+    def cut(self):
         """Nothing arrives until `mend`."""
         self._pub.unbind(self.source.endpoint)
 
-    def mend(self) -> None:
+    def mend(self):
         self._pub.bind(self.source.endpoint)
 
-    def restart(self) -> None:
+    def restart(self):
         """Another process takes its place."""
         self._kept.clear()
         self._next = 0
 
-    async def _answer(self) -> None:
+    async def _answer(self):
         asked = zmq.asyncio.Socket.from_socket(self._router)
         while True:
             client, _, first = await asked.recv_multipart()

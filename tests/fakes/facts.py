@@ -1,15 +1,13 @@
 """What engines of each kind say of themselves over HTTP, by path: bytes, an object, or a status."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 _VLLM = Path(__file__).parents[1] / "data" / "engines" / "vllm-0.32"
 Answers = Mapping[str, Any]
-VLLM: Answers = {
+VLLM = {
     f"/{path}": (_VLLM / name).read_bytes()
     for path, name in (
         ("version", "version.json"),
@@ -43,26 +41,24 @@ SGLANG_MODELS = {
         {"id": "poems", "parent": "llama", "max_model_len": None},
     ]
 }
-SGLANG: Answers = {"/server_info": SGLANG_INFO, "/v1/models": SGLANG_MODELS, "/ready": b""}
+SGLANG = {"/server_info": SGLANG_INFO, "/v1/models": SGLANG_MODELS, "/ready": b""}
 
 
-def sglang(**changes: Any) -> dict[str, Any]:
+def sglang(**changes):
     """SGLang with these fields in /server_info."""
     return {**SGLANG, "/server_info": deepcopy(SGLANG_INFO) | changes}
 
 
-def vllm_metrics(*changes: tuple[bytes, bytes]) -> dict[str, Any]:
+def vllm_metrics(*changes):
     """VLLM with text replaced in /metrics."""
-    text: bytes = VLLM["/metrics"]
+    text = VLLM["/metrics"]
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     return {**VLLM, "/metrics": text}
 
 
-def cards(
-    kind: str, models: Sequence[str], adapters: Sequence[str], limit: int, root: str
-) -> dict[str, Any]:
+def cards(kind, models, adapters, limit, root):
     """What GET /v1/models lists."""
     about = {"object": "model", "owned_by": kind, "created": 1, "max_model_len": limit}
     of_models = [about | {"id": name, "parent": None, "root": root or name} for name in models]
@@ -70,13 +66,7 @@ def cards(
     return {"object": "list", "data": of_models + of_adapters}
 
 
-def exposed(
-    model: str,
-    started_s: float,
-    config: Mapping[str, object],
-    gauges: Mapping[str, float],
-    counters: Mapping[str, float],
-) -> Iterator[str]:
+def exposed(model, started_s, config, gauges, counters):
     """The lines of vLLM's metrics. started_s: seconds since 1970."""
     labels = f'engine="0",model_name="{model}"'
     shown = ",".join(f'{name}="{value}"' for name, value in config.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +27,7 @@ How = Literal[
     "hang",
     "stall",
 ]
-BREAKS: tuple[How, ...] = ("reset within", "error within", "unfinished")
+BREAKS = ("reset within", "error within", "unfinished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ JSON, PAGE, EVENTS = (
     {"content-type": kind} for kind in ("application/json", "text/html", "text/event-stream")
 )
 SIGN_IN = "<!doctype html><title>Sign in</title>"
-FOREIGN: Mapping[str, Faults] = {
+FOREIGN = {
     "a page": Faults(headers=PAGE, body=SIGN_IN),
     "a page as JSON": Faults(headers=JSON, body=SIGN_IN),
     "a page as events": Faults(headers=EVENTS, body=SIGN_IN),
@@ -101,7 +101,7 @@ FOREIGN: Mapping[str, Faults] = {
 """Answers that are none of any API, and come at once."""
 
 
-def _whole(usage: object, text: str = "hello") -> bytes:
+def _whole(usage, text="hello"):
     """An answer in one body."""
     choice = {"index": 0, "text": text, "finish_reason": "stop"}
     body = orjson.dumps({"id": "x", "object": "text_completion", "choices": [choice]})
@@ -110,21 +110,21 @@ def _whole(usage: object, text: str = "hello") -> bytes:
     return _head(b"content-type: application/json", length) + body + b"}"
 
 
-def _head(*lines: bytes, status: bytes = b"200") -> bytes:
+def _head(*lines, status=b"200"):
     return b"\r\n".join((b"HTTP/1.1 %b X" % status, *lines, b"", b""))
 
 
-def _chunk(data: bytes) -> bytes:
+def _chunk(data):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _events(*data: bytes) -> bytes:
+def _events(*data):
     text = b"".join(b"data: %b\n\n" % one for one in (*data, b"[DONE]"))
     return _STREAM + _chunk(text) + b"0\r\n\r\n"
 
 
-def _for_ever(begin: bytes, again: bytes) -> Callable[[], Iterator[bytes]]:
-    def parts() -> Iterator[bytes]:
+def _for_ever(begin, again):
+    def parts():
         yield begin
         for _ in range(MOST_BYTES // len(again)):
             yield again
@@ -138,7 +138,7 @@ _COUNTS = {"prompt_tokens": 3, "completion_tokens": 1}
 _DEEP = b"[" * 1000 + b"]" * 1000
 _KB64 = b"x" * 65536
 
-RAW: Mapping[str, bytes | Callable[[], Iterator[bytes]]] = {
+RAW = {
     "usage negative": _whole({"prompt_tokens": -3, "completion_tokens": -1}),
     "usage text": _whole({"prompt_tokens": "3", "completion_tokens": "1"}),
     "usage huge": _whole({"prompt_tokens": 3, "completion_tokens": 10**18}),

@@ -1,20 +1,13 @@
 """The stand-in for engines as a worker, whose agent only renews its lease."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
-from app.core.keys import Keyspace
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics
-from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import KEYS, running, worker_info
-from tests.fakes.engine import FakeEngine, HeardRequest, fake_engine
-from tests.fakes.faults import Faults
+from tests.fakes.engine import fake_engine
 from workers.agent.agent import Agent, AgentSettings
 
 LEASE_S = 9.0
@@ -23,15 +16,7 @@ NUM_BLOCKS = 100_000
 
 
 @asynccontextmanager
-async def leased(
-    redis: RedisClient,
-    name: str,
-    *,
-    keyspace: Keyspace = KEYS,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    choose: Callable[[HeardRequest], Faults] | None = None,
-    **about: Any,
-) -> AsyncIterator[FakeEngine]:
+async def leased(redis, name, *, keyspace=KEYS, options=MappingProxyType({}), choose=None, **about):
     """A worker of model `m`. options, choose: of the engine. about: more of WorkerInfo."""
     async with fake_engine(**options) as engine:
         engine.choose = choose

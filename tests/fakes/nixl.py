@@ -6,18 +6,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tests.fakes.dialects import Chat
 from tests.fakes.engine import BLOCK_SIZE, FakeEngine, chain_of
-from tests.fakes.faults import Faults
 
 WRONG = "wrong "
 STEP_S = 0.02
-_ENGINES: dict[str, PdEngine] = {}
+_ENGINES = {}
 _IDS = itertools.count()
 _COUNTERS = (
     "nixl_num_kv_expired_reqs_total",
@@ -46,35 +42,35 @@ class PdEngine(FakeEngine):
     def __init__(
         self,
         *,
-        kv_lease_s: float = 30.0,
-        counts: bool = True,
-        tells_start: bool = True,
-        tells_lease: bool = True,
-        is_deaf: bool = False,
-        **options: Any,
-    ) -> None:
+        kv_lease_s=30.0,
+        counts=True,
+        tells_start=True,
+        tells_lease=True,
+        is_deaf=False,
+        **options,
+    ):
         super().__init__(**options)
         self.engine_id = f"engine-{next(_IDS)}"
         self.transferred = 0
         self.fails_transfers = False
         """It then computes all itself, as with kv_load_failure_policy `recompute`."""
-        self.params: dict[str, Any] = {}
+        self.params = {}
         """Of what it hands on, instead of its own."""
-        self._kept: dict[str, Kept] = {}
+        self._kept = {}
         self._kv_lease_s = kv_lease_s
         self._has_counts, self._tells_start, self._is_deaf = counts, tells_start, is_deaf
         if tells_lease:
             extra = {"kv_lease_duration": kv_lease_s}
             connector = {"kv_connector": "NixlConnector", "kv_connector_extra_config": extra}
             self.says["/server_info"] = {"vllm_config": {"kv_transfer_config": connector}}
-        self._steps: list[asyncio.Task[None]] = []
-        self._tainted: set[int] = set()
+        self._steps = []
+        self._tainted = set()
         """Blocks that it holds as what they are not."""
         self._unheard = 0
         """Fetches too late that it will count in its next step."""
 
     @asynccontextmanager
-    async def serving(self, port: int) -> AsyncIterator[None]:
+    async def serving(self, port):
         _ENGINES[self.engine_id] = self
         async with asyncio.TaskGroup() as tasks, super().serving(port):
             self._begin = tasks.create_task
@@ -83,7 +79,7 @@ class PdEngine(FakeEngine):
             for task in self._steps:
                 task.cancel()
 
-    def restart(self) -> None:
+    def restart(self):
         """It has forgotten all, and counts from nothing, its events as well."""
         self.events.restart()
         self._kept.clear()
@@ -91,11 +87,11 @@ class PdEngine(FakeEngine):
         self.started_s = time.time()
         self._drop_blocks()
 
-    def _drop_blocks(self) -> None:
+    def _drop_blocks(self):
         self._tainted.clear()
         super()._drop_blocks()
 
-    def _exposed(self) -> Iterator[str]:
+    def _exposed(self):
         for line in super()._exposed():
             if self._tells_start or not line.startswith("process_start_time"):
                 yield line
@@ -103,7 +99,7 @@ class PdEngine(FakeEngine):
         for name in _COUNTERS if self._has_counts else ():
             yield f"vllm:{name}{{{labels}}} {self._counters[name]}"
 
-    async def _step(self) -> None:
+    async def _step(self):
         """As an engine that holds a lease, or computes: while it is idle, it counts nothing."""
         while True:
             await asyncio.sleep(STEP_S)
@@ -119,11 +115,11 @@ class PdEngine(FakeEngine):
                     del self._kept[kept_id]
                     self._counters["nixl_num_kv_expired_reqs_total"] += 1
 
-    def _hear(self) -> None:
+    def _hear(self):
         self._counters["nixl_num_notifications_after_expiry_total"] += self._unheard
         self._unheard = 0
 
-    async def _tokens(self, dialect: Chat, ids: list[int], faults: Faults) -> AsyncIterator[int]:
+    async def _tokens(self, dialect, ids, faults):
         params = dialect.body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             await self._fetch(params, ids)
@@ -135,7 +131,7 @@ class PdEngine(FakeEngine):
         if params.get("do_remote_decode"):
             dialect.members = {"kv_transfer_params": self._keep(ids)}
 
-    def _keep(self, ids: list[int]) -> dict[str, Any]:
+    def _keep(self, ids):
         kept_id = f"kept-{next(_IDS)}"
         self._kept[kept_id] = Kept(time.monotonic() + self._kv_lease_s)
         return {
@@ -151,7 +147,7 @@ class PdEngine(FakeEngine):
             "transfer_mode": "pull",
         } | self.params
 
-    async def _fetch(self, params: dict[str, Any], ids: list[int]) -> None:
+    async def _fetch(self, params, ids):
         """In the order of vLLM's: the request waits for a place, sending heartbeats, and reads."""
         source = _ENGINES[params["remote_engine_id"]]
         kept = source._kept.get(params["remote_request_id"])
@@ -170,7 +166,7 @@ class PdEngine(FakeEngine):
                 kept.wanted_by = None
         self._read(source, params["remote_request_id"], ids)
 
-    async def _let_go(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
+    async def _let_go(self, source, kept_id, ids):
         """Of a request that was given up: what was kept for it is, once the engine goes on."""
         await self._while_ill("stall")
         if self._is_deaf:
@@ -178,7 +174,7 @@ class PdEngine(FakeEngine):
         elif source._kept.pop(kept_id, None) is None:
             source._unheard += 1
 
-    def _read(self, source: PdEngine, kept_id: str, ids: list[int]) -> None:
+    def _read(self, source, kept_id, ids):
         if self.fails_transfers:
             self._counters["nixl_num_failed_transfers_total"] += 1
             return

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import orjson
@@ -23,7 +22,7 @@ DIMENSIONS = 64
 class Refused(Exception):
     """An engine refuses a request. field: the member of it that is wrong."""
 
-    def __init__(self, message: str, field: str | None = None, status: int = 400) -> None:
+    def __init__(self, message, field=None, status=400):
         super().__init__(message)
         self.message, self.field, self.status = message, field, status
 
@@ -40,11 +39,11 @@ class Said:
     stopped_by: str | None = None
 
     @property
-    def text(self) -> str:
+    def text(self):
         return "".join(self.tokens)
 
 
-def said_to(body: Mapping[str, Any], words: Sequence[str] = (TEXT,), natural: int = 0) -> Said:
+def said_to(body, words=(TEXT,), natural=0):
     """What is said to a body of any of the APIs. Raises Refused.
 
     words: that are said, over and over. natural: after so many an answer ends by itself; 0: it goes
@@ -67,7 +66,7 @@ def said_to(body: Mapping[str, Any], words: Sequence[str] = (TEXT,), natural: in
     return _stopped(Said(kept, call[0] if call else None, is_cut), body)
 
 
-def _stopped(said: Said, body: Mapping[str, Any]) -> Said:
+def _stopped(said, body):
     """Without what comes after the first stop string."""
     stops = body.get("stop") or body.get("stop_sequences") or []
     places = [
@@ -87,12 +86,12 @@ def _stopped(said: Said, body: Mapping[str, Any]) -> Said:
     return replace(said, tokens=tokens, is_cut=False, stopped_by=stop)
 
 
-def _called(body: Mapping[str, Any]) -> tuple[str, Any] | None:
+def _called(body):
     """The tool that is called, and its schema. Where the choice is the model's, that is one after
     another until there is a result. Raises Refused."""
     tools = [tool.get("function", tool) for tool in body.get("tools") or ()]
     tools = [tool for tool in tools if "name" in tool]
-    choice: Any = body.get("tool_choice") or "auto"
+    choice = body.get("tool_choice") or "auto"
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if isinstance(choice, dict) and kind in ("function", "tool"):
         name = choice.get("function", choice).get("name")
@@ -107,7 +106,7 @@ def _called(body: Mapping[str, Any]) -> tuple[str, Any] | None:
     return tool["name"], tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
 
 
-def _results(body: Mapping[str, Any]) -> Iterator[object]:
+def _results(body):
     """Those of tools since the user spoke."""
     turns = body.get("messages") or body.get("input")
     for turn in reversed(turns if isinstance(turns, list) else []):
@@ -123,7 +122,7 @@ def _results(body: Mapping[str, Any]) -> Iterator[object]:
             return
 
 
-def _schema(body: Mapping[str, Any]) -> Any:
+def _schema(body):
     """Of the object that is asked for; None: it may be any text."""
     places = (body.get(name) or {} for name in ("text", "output_config"))
     form = body.get("response_format") or next((p["format"] for p in places if "format" in p), {})
@@ -132,7 +131,7 @@ def _schema(body: Mapping[str, Any]) -> Any:
     return form.get("schema") or (form.get("json_schema") or {}).get("schema")
 
 
-def made_up(schema: Any, root: Any = None) -> Any:
+def made_up(schema, root=None):
     """A value of a JSON schema."""
     root = schema if root is None else root
     if "$ref" in schema:
@@ -164,11 +163,10 @@ def made_up(schema: Any, root: Any = None) -> Any:
     return "the quick"[: schema.get("maxLength")]
 
 
-def embedding(prompt: object, encoding: str | None) -> str | list[float]:
+def embedding(prompt, encoding):
     """Equal prompts have equal ones. encoding: `base64`, or anything else for numbers."""
     drawn = np.random.default_rng(xxh3_64_intdigest(orjson.dumps(prompt))).normal(size=DIMENSIONS)
     vector = (drawn / np.linalg.norm(drawn)).astype("<f4")
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
-    listed: list[float] = vector.tolist()
-    return listed
+    return vector.tolist()

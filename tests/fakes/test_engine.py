@@ -1,11 +1,7 @@
 """The stand-in for engines says what engines say, and is well until it is told otherwise."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import httpx
@@ -16,8 +12,8 @@ from app.core.events import Stored
 from app.core.hashing import compute_hashes
 from tests.e2e.engines import Process
 from tests.eventually import eventually
-from tests.fakes.engine import FakeEngine, fake_engine
-from tests.fakes.faults import WELL, Faults, How
+from tests.fakes.engine import fake_engine
+from tests.fakes.faults import WELL, Faults
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.stream import EventStream
 from workers.bridge.events.vllm import Batch
@@ -25,7 +21,7 @@ from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
 from workers.bridge.http.load import LoadReader
 
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/completions": {"prompt": [1, 2, 3]},
     "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
@@ -34,36 +30,36 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
+async def engine():
     async with fake_engine(adapters=["poems"]) as engine:
         yield engine
 
 
 @pytest.fixture
-async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def client(engine):
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as client:
         yield client
 
 
-async def ask(client: httpx.AsyncClient, path: str, *, stream: bool = True) -> str:
+async def ask(client, path, *, stream=True):
     body = {"model": "m", "stream": stream, **BODIES[path]}
     return (await client.post(path, json=body)).raise_for_status().text
 
 
-async def test_the_clients_of_each_api_read_its_answers(engine: FakeEngine) -> None:
+async def test_the_clients_of_each_api_read_its_answers(engine):
     import anthropic  # here, as they take half a second each
     import openai
 
     said = [{"role": "user", "content": "hello"}]
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="any") as client:
-        streamed: Any = {"model": "m", "messages": said, "stream": True}
-        chat: Any = await client.chat.completions.create(**streamed)
+        streamed = {"model": "m", "messages": said, "stream": True}
+        chat = await client.chat.completions.create(**streamed)
         assert "".join([one.choices[0].delta.content or "" async for one in chat]) == "tok " * 8
         whole = await client.responses.create(model="m", input="hello", max_output_tokens=2)
         assert whole.output_text == "tok tok "
         async with client.responses.stream(model="m", input="hello") as stream:
             assert [event.type async for event in stream][-1] == "response.completed"
-    asked: Any = {"model": "m", "messages": said, "max_tokens": 3}
+    asked = {"model": "m", "messages": said, "max_tokens": 3}
     async with (
         anthropic.AsyncAnthropic(base_url=engine.url, api_key="any") as other,
         other.messages.stream(**asked) as message,
@@ -72,11 +68,9 @@ async def test_the_clients_of_each_api_read_its_answers(engine: FakeEngine) -> N
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_its_streams_fail_as_told(
-    engine: FakeEngine, client: httpx.AsyncClient, path: str
-) -> None:
+async def test_its_streams_fail_as_told(engine, client, path):
     well = await ask(client, path)
-    hows: tuple[How, ...] = (
+    hows = (
         *("error first", "error before tokens", "error within"),
         *("empty", "unfinished"),
     )
@@ -86,7 +80,7 @@ async def test_its_streams_fail_as_told(
         assert ("event: error" in answer or '"error":{' in answer) == how.startswith("error")
         assert ("tok " in answer) == (how in ("error within", "unfinished"))
         assert answer != well
-    resets: tuple[How, ...] = ("reset first", "reset within")
+    resets = ("reset first", "reset within")
     for how in resets:
         engine.faults = Faults(how=how)
         with pytest.raises(httpx.TransportError):
@@ -95,15 +89,13 @@ async def test_its_streams_fail_as_told(
     assert await ask(client, path) == well
 
 
-async def test_what_hangs_goes_on_once_it_is_well(
-    engine: FakeEngine, client: httpx.AsyncClient
-) -> None:
-    hows: tuple[How, ...] = ("silent", "hang", "stall")
+async def test_what_hangs_goes_on_once_it_is_well(engine, client):
+    hows = ("silent", "hang", "stall")
     for number, how in enumerate(hows, 1):
         engine.faults = Faults(how=how)
         asking = asyncio.create_task(ask(client, "/v1/completions"))
 
-        async def started() -> int:
+        async def started():
             return engine.started
 
         await eventually(started, number.__eq__)
@@ -114,11 +106,11 @@ async def test_what_hangs_goes_on_once_it_is_well(
     assert (engine.finished, engine.aborted, engine.running) == (3, 0, 0)
 
 
-async def test_it_counts_who_gives_up(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_it_counts_who_gives_up(engine, client):
     engine.faults = Faults(how="stall")
     asking = asyncio.create_task(ask(client, "/v1/completions"))
 
-    async def counts() -> tuple[int, int]:
+    async def counts():
         return engine.running, engine.aborted
 
     await eventually(counts, lambda found: found == (1, 0))
@@ -126,23 +118,21 @@ async def test_it_counts_who_gives_up(engine: FakeEngine, client: httpx.AsyncCli
     await eventually(counts, lambda found: found == (0, 1))
 
 
-async def test_faults_are_for_those_whom_they_name(
-    engine: FakeEngine, client: httpx.AsyncClient
-) -> None:
+async def test_faults_are_for_those_whom_they_name(engine, client):
     engine.faults = Faults(status=404, only='"poems"', times=1)
 
-    async def status(model: str) -> int:
+    async def status(model):
         body = {"model": model, **BODIES["/v1/completions"]}
         return (await client.post("/v1/completions", json=body)).status_code
 
     assert [await status(model) for model in ("m", "poems", "poems")] == [200, 404, 200]
 
 
-async def test_it_may_be_away_for_a_while(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_it_may_be_away_for_a_while(engine, client):
     engine.faults = Faults(how="stall")
     asking = asyncio.create_task(ask(client, "/v1/completions"))
 
-    async def running() -> int:
+    async def running():
         return engine.running
 
     await eventually(running)
@@ -152,7 +142,7 @@ async def test_it_may_be_away_for_a_while(engine: FakeEngine, client: httpx.Asyn
     with pytest.raises(httpx.ConnectError):
         await client.get("/health")
 
-    async def answers() -> bool:
+    async def answers():
         try:
             return (await client.get("/health")).is_success
         except httpx.ConnectError:
@@ -161,7 +151,7 @@ async def test_it_may_be_away_for_a_while(engine: FakeEngine, client: httpx.Asyn
     await eventually(answers)
 
 
-async def test_an_agent_can_follow_it(engine: FakeEngine, client: httpx.AsyncClient) -> None:
+async def test_an_agent_can_follow_it(engine, client):
     async with aiohttp.ClientSession() as session:
         facts = await discover(session, engine.url)
         assert (facts.kind, facts.models, facts.adapters) == ("vllm", ("m",), ("poems",))
@@ -174,7 +164,7 @@ async def test_an_agent_can_follow_it(engine: FakeEngine, client: httpx.AsyncCli
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_each_kind_tells_of_its_blocks_on_its_own_wire(kind: str) -> None:
+async def test_each_kind_tells_of_its_blocks_on_its_own_wire(kind):
     prompt = list(range(40))
     async with fake_engine(kind=kind) as engine, aiohttp.ClientSession() as session:
         facts = await discover(session, engine.url)
@@ -245,9 +235,7 @@ FORMAT = {"type": "json_schema", "schema": OBJECT}
         ("/v1/completions", {"prompt": "x", "max_tokens": 9, "stop": "ok tok"}, '"t"'),
     ],
 )
-async def test_tools_objects_and_stops_in_each_api(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], says: str
-) -> None:
+async def test_tools_objects_and_stops_in_each_api(client, path, body, says):
     """Whole, and in the pieces of a stream."""
     body = {"model": "m"} | body
     whole = (await client.post(path, json=body)).raise_for_status().text
@@ -259,7 +247,7 @@ async def test_tools_objects_and_stops_in_each_api(
     assert says.strip('"') in "".join(pieces).replace('\\"', '"')
 
 
-async def test_as_a_process_it_is_told_over_http() -> None:
+async def test_as_a_process_it_is_told_over_http():
     process = Process("--prefill-s=0", "--token-s=0", module="tests.fakes.engine")
     try:
         async with httpx.AsyncClient(base_url=process.url, timeout=30) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from redis.asyncio import Redis
 
 from app.core.settings.router import PickerSettings
 from app.router import routers
@@ -41,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     monkeypatch.setattr(routers, "DIRECTORY_INTERVAL_S", 0.1)
 
 
@@ -61,17 +59,17 @@ class Told:
     """Of an answer by the picker itself; 0: there is none."""
 
     @property
-    def fields(self) -> Any:
+    def fields(self):
         return orjson.loads(self.body)
 
 
 class Asked:
     """One call to a picker, and what it says."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call):
         self.call = call
 
-    async def headers(self, path: str, *, mode: int, about: dict[str, str], meta: Any) -> None:
+    async def headers(self, path, *, mode, about, meta):
         said = ext_proc.ProcessingRequest()
         pseudo = {":method": "POST", ":path": path, ":authority": "gw", "x-request-id": "r-1"}
         _fill(said.request_headers.headers, pseudo | about)
@@ -81,14 +79,14 @@ class Asked:
             said.metadata_context.filter_metadata[messages.SUBSET_HINT].update(meta)
         await self.call.write(said)
 
-    async def body(self, *pieces: bytes, ends: bool = True) -> None:
+    async def body(self, *pieces, ends=True):
         for at, piece in enumerate(pieces):
             said = ext_proc.ProcessingRequest()
             said.request_body.body = piece
             said.request_body.end_of_stream = ends and at == len(pieces) - 1
             await self.call.write(said)
 
-    async def told(self) -> Told:
+    async def told(self):
         """What it says until the whole body has gone on, or all is over."""
         told = Told()
         while True:
@@ -112,9 +110,7 @@ class Asked:
             if piece.end_of_stream or told.has_trailers:
                 return told
 
-    async def answers_at_once(
-        self, status: int, body: bytes, served: str = ""
-    ) -> tuple[Any, bytes]:
+    async def answers_at_once(self, status, body, served=""):
         """What the picker makes of the headers and the body of an answer in JSON."""
         await self.begins(status, "application/json", served)
         await self.says_of_answer(body)
@@ -123,12 +119,12 @@ class Asked:
         assert piece.end_of_stream
         return headers, piece.body
 
-    async def answer_begins(self, status: int = 200, kind: str = "", served: str = "") -> Any:
+    async def answer_begins(self, status=200, kind="", served=""):
         """Returns what the picker says of it."""
         await self.begins(status, kind, served)
         return (await self.call.read()).response_headers.response.header_mutation
 
-    async def begins(self, status: int, kind: str, served: str = "") -> None:
+    async def begins(self, status, kind, served=""):
         said = ext_proc.ProcessingRequest()
         _fill(
             said.response_headers.headers,
@@ -142,14 +138,14 @@ class Asked:
             said.metadata_context.filter_metadata[messages.LB].update({messages.SERVED: served})
         await self.call.write(said)
 
-    async def says_of_answer(self, *pieces: bytes, ends: bool = True) -> None:
+    async def says_of_answer(self, *pieces, ends=True):
         for at, piece in enumerate(pieces):
             said = ext_proc.ProcessingRequest()
             said.response_body.body = piece
             said.response_body.end_of_stream = ends and at == len(pieces) - 1
             await self.call.write(said)
 
-    async def answers(self, *pieces: bytes, ends: bool = True) -> list[bytes]:
+    async def answers(self, *pieces, ends=True):
         """What goes on of each piece."""
         passed = []
         for at, piece in enumerate(pieces):
@@ -158,7 +154,7 @@ class Asked:
             passed.append(answered.body_mutation.streamed_response.body)
         return passed
 
-    async def told_of_answer(self, *pieces: bytes) -> list[bytes]:
+    async def told_of_answer(self, *pieces):
         """What goes on of them all, message by message."""
         await self.says_of_answer(*pieces)
         passed, is_over = [], False
@@ -169,18 +165,18 @@ class Asked:
             is_over = piece.end_of_stream
         return passed
 
-    async def ends(self) -> None:
+    async def ends(self):
         """The gateway says no more, and sees the call end."""
         await self.call.done_writing()
         assert await self.call.read() is grpc.aio.EOF
 
 
-def _fill(headers: Any, given: dict[str, str]) -> None:
+def _fill(headers, given):
     for name, value in given.items():
         headers.headers.add(key=name, raw_value=value.encode())
 
 
-def _read(mutation: Any) -> dict[str, bytes]:
+def _read(mutation):
     return {each.header.key: each.header.raw_value for each in mutation.set_headers}
 
 
@@ -192,7 +188,7 @@ class Gateway:
     channel: Any
     processor: Processor
 
-    def call(self) -> Asked:
+    def call(self):
         made = self.channel.stream_stream(
             f"/{SERVICE}/Process",
             request_serializer=ext_proc.ProcessingRequest.SerializeToString,
@@ -202,15 +198,15 @@ class Gateway:
 
     async def asks(
         self,
-        fields: dict[str, object] | bytes,
-        path: str = "/v1/completions",
+        fields,
+        path="/v1/completions",
         *,
-        pieces: int = 1,
-        mode: int | None = None,
-        about: dict[str, str] | None = None,
-        meta: Any = None,
-        method: str = "POST",
-    ) -> tuple[Asked, Told]:
+        pieces=1,
+        mode=None,
+        about=None,
+        meta=None,
+        method="POST",
+    ):
         asked = self.call()
         mode = FULL_DUPLEX_STREAMED if mode is None else mode
         about = {":method": method} | (about or {})
@@ -220,29 +216,29 @@ class Gateway:
         await asked.body(*(body[at * size : (at + 1) * size] for at in range(pieces)))
         return asked, await asked.told()
 
-    async def reserved(self) -> dict[str, int]:
+    async def reserved(self):
         """Requests that each worker is reserved for, of those that have some."""
         workers = (await self.http.get("/v1/workers")).json()["workers"]
         loads = {each["worker_id"]: each["active_requests"] for each in workers}
         return {name: num for name, num in loads.items() if num}
 
-    async def health(self, service: str) -> int:
+    async def health(self, service):
         """As the picker tells it over gRPC."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         return int(answer.status)
 
-    async def waiting(self) -> float:
+    async def waiting(self):
         """Requests that wait for a worker."""
         text = (await self.http.get("/metrics")).text
         lines = [each for each in text.splitlines() if each.startswith("kvroute_waiting_req")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
-    async def until_reserved(self, **expected: int) -> None:
+    async def until_reserved(self, **expected):
         await eventually(self.reserved, lambda found: found == expected)
 
-    async def until_serving(self, num_workers: int) -> None:
-        async def known() -> int:
+    async def until_serving(self, num_workers):
+        async def known():
             answer = await self.http.get("/v1/workers")
             listed = (await self.http.get("/v1/models")).json()["data"]
             return len(answer.json()["workers"]) if listed else 0
@@ -251,7 +247,7 @@ class Gateway:
 
 
 @asynccontextmanager
-async def picking(redis_url: str, **settings: Any) -> AsyncIterator[Gateway]:
+async def picking(redis_url, **settings):
     """A gateway that asks a picker with these settings."""
     chosen = {"seed": 7, "redis_timeout_ms": 5000, "grpc_port": 0, "drain_s": 0.0} | settings
     given = PickerSettings(redis_url=redis_url, namespace=NAMESPACE, comment_every_s=0.0, **chosen)
@@ -275,7 +271,7 @@ async def picking(redis_url: str, **settings: Any) -> AsyncIterator[Gateway]:
 
 
 @asynccontextmanager
-async def fleet(redis: Redis, url: str, num: int = 2, **settings: Any) -> AsyncIterator[Gateway]:
+async def fleet(redis, url, num=2, **settings):
     """The same, with workers w1, w2, ... of model m at 10.0.0.1:80, 10.0.0.2:80, ..."""
     about = {name: settings.pop(name) for name in ("max_requests",) if name in settings}
     for at in range(1, num + 1):
@@ -285,4 +281,4 @@ async def fleet(redis: Redis, url: str, num: int = 2, **settings: Any) -> AsyncI
         yield gateway
 
 
-__all__: Sequence[str] = ("DONE", "EVENTS", "USAGE", "FakeWorker", "fleet", "picking")
+__all__ = ("DONE", "EVENTS", "USAGE", "FakeWorker", "fleet", "picking")

@@ -1,19 +1,15 @@
 """Envoy with deploy/envoy.yaml, and pickers to be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from app.local.envoy import Place, rendered
+from app.local.envoy import rendered
 from app.local.redis_server import free_port
 from tests.door.conftest import until_healthy
 from tests.e2e.engines import ROOT, Process
@@ -68,7 +64,7 @@ envoy.extensions.filters.http.router.v3.Router
 _FILTER = "                  - name: envoy.filters.http.ext_proc\n"
 
 
-def place_of(url: str) -> Place:
+def place_of(url):
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
@@ -76,9 +72,7 @@ def place_of(url: str) -> Place:
 
 
 @asynccontextmanager
-async def envoy(
-    pickers: Sequence[int], engines: Sequence[str], **options: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def envoy(pickers, engines, **options):
     """A client of an Envoy that asks the pickers at these ports, once it serves a model.
 
     engines: base URLs. options: of `rendered`.
@@ -95,7 +89,7 @@ async def envoy(
 
 
 @asynccontextmanager
-async def http_2_alone(engine_port: int) -> AsyncIterator[str]:
+async def http_2_alone(engine_port):
     """Where an engine speaks HTTP/2, and no HTTP/1.1."""
     port = free_port()
     async with _running(HTTP_2_ALONE % (port, engine_port)):
@@ -103,7 +97,7 @@ async def http_2_alone(engine_port: int) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _running(text: str) -> AsyncIterator[None]:
+async def _running(text):
     with TemporaryDirectory() as folder:
         config = Path(folder) / "envoy.yaml"
         config.write_text(text)
@@ -116,14 +110,14 @@ async def _running(text: str) -> AsyncIterator[None]:
             await process.wait()
 
 
-async def _models(client: httpx.AsyncClient) -> list[Any]:
+async def _models(client):
     with suppress(httpx.TransportError, ValueError, KeyError):
         return list((await client.get("/v1/models")).json()["data"])
     return []
 
 
 @contextmanager
-def picker(redis_url: str, port: int, **options: object) -> Iterator[Process]:
+def picker(redis_url, port, **options):
     """One that is a process, to be killed. port: of gRPC, by which engines know it as well."""
     given = {"redis-url": redis_url, "namespace": NAMESPACE, "port": 0, "grpc-port": port}
     given["worker-key"] = port
@@ -135,9 +129,7 @@ def picker(redis_url: str, port: int, **options: object) -> Iterator[Process]:
 
 
 @asynccontextmanager
-async def pickers(
-    redis_url: str, num: int, **options: object
-) -> AsyncIterator[tuple[list[int], list[Process]]]:
+async def pickers(redis_url, num, **options):
     """Several, and their ports."""
     ports = [free_port() for _ in range(num)]
     with _all(redis_url, ports, **options) as processes:
@@ -148,7 +140,7 @@ async def pickers(
 
 
 @contextmanager
-def _all(redis_url: str, ports: Sequence[int], **options: object) -> Iterator[list[Process]]:
+def _all(redis_url, ports, **options):
     if not ports:
         yield []
         return

@@ -1,33 +1,28 @@
 """Where workers are, by address and port."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from app.core.worker_report import WorkerInfo
 from app.gateway.endpoints import Endpoints
 from tests.fake_worker import worker_info
 
 
-def at(*addresses: str) -> list[WorkerInfo]:
+def at(*addresses):
     return [replace(worker_info(f"w{n}"), address=address) for n, address in enumerate(addresses)]
 
 
 @pytest.mark.parametrize("address", ["http://10.0.0.9:99999", "http://[::1", "http://a..b:80"])
-async def test_a_worker_at_no_address_is_left_out(address: str) -> None:
+async def test_a_worker_at_no_address_is_left_out(address):
     bad, good = at(address, "http://10.0.0.1:80")
     assert await Endpoints().of([bad, good]) == {good.key: "10.0.0.1:80"}
 
 
-async def test_names_that_nobody_answers_for_are_waited_for_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_names_that_nobody_answers_for_are_waited_for_together(monkeypatch):
     num_asked = 0
 
-    async def hangs(*_: object, **__: object) -> None:
+    async def hangs(*_, **__):
         nonlocal num_asked
         num_asked += 1
         await asyncio.sleep(600)

@@ -7,24 +7,20 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import httpx
 import orjson
 import pytest
 from aiohttp import web
 from grpc_health.v1.health_pb2 import HealthCheckResponse
-from redis.asyncio import Redis
 
 from app.gateway import picker
 from app.gateway.processor import READINESS, SERVICE
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from tests.clients.cluster import cluster
 from tests.door.conftest import MODEL, completing, until_serving, worker, worker_here
 from tests.eventually import eventually
@@ -35,7 +31,7 @@ from tests.redis_servers import stopped
 pytestmark = [pytest.mark.gateway, pytest.mark.timeout(180)]
 
 CHAT = "/v1/chat/completions"
-ASKS: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+ASKS = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 SERVING = HealthCheckResponse.SERVING
 SLOW = 0.2
 """Times as fast as a real engine: a stream then takes seconds, and tests cut in."""
@@ -51,15 +47,7 @@ class Setup:
 
 
 @asynccontextmanager
-async def setup(
-    url: str,
-    *,
-    num: int = 2,
-    speedup: float = 100,
-    max_requests: int = 256,
-    envoys: dict[str, Any] | None = None,
-    **settings: Any,
-) -> AsyncIterator[Setup]:
+async def setup(url, *, num=2, speedup=100, max_requests=256, envoys=None, **settings):
     """Engines, a picker in this process, and an Envoy that asks it. settings: of the picker."""
     async with AsyncExitStack() as stack:
         of_engines = {"speedup": speedup, "max_requests": max_requests}
@@ -75,7 +63,7 @@ async def setup(
 
 
 @asynccontextmanager
-async def streaming(client: httpx.AsyncClient, **more: Any) -> AsyncIterator[httpx.Response]:
+async def streaming(client, **more):
     """A stream, of which something has come."""
     asks = ASKS | {"stream": True, "max_tokens": 100} | more
     async with client.stream("POST", CHAT, json=asks) as answer:
@@ -86,11 +74,11 @@ async def streaming(client: httpx.AsyncClient, **more: Any) -> AsyncIterator[htt
         yield answer
 
 
-async def rest_of(answer: httpx.Response) -> bytes:
+async def rest_of(answer):
     return b"".join([piece async for piece in answer.extensions["rest"]])
 
 
-async def test_an_answer_is_the_engines_own(one_redis_server: EmbeddedRedis) -> None:
+async def test_an_answer_is_the_engines_own(one_redis_server):
     async with setup(one_redis_server.url) as up:
         asks = ASKS | {"model": MODEL}
         answer = await up.client.post(CHAT, json=asks)
@@ -100,13 +88,13 @@ async def test_an_answer_is_the_engines_own(one_redis_server: EmbeddedRedis) -> 
         await up.gateway.until_reserved()
 
 
-async def test_a_stream_passes_event_by_event(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_stream_passes_event_by_event(one_redis_server):
     async with setup(one_redis_server.url) as up:
         async with httpx.AsyncClient(base_url=up.engines[0]) as engine:
             direct = await engine.post(CHAT, json=ASKS | {"model": MODEL, "stream": True})
         answer = await up.client.post(CHAT, json=ASKS | {"stream": True})
 
-        def said(text: str) -> list[Any]:
+        def said(text):
             events = [each.removeprefix("data: ") for each in text.split("\n\n")]
             return [orjson.loads(each)["choices"] for each in events if each.startswith("{")]
 
@@ -115,7 +103,7 @@ async def test_a_stream_passes_event_by_event(one_redis_server: EmbeddedRedis) -
         assert "usage" not in answer.text
 
 
-async def test_the_first_event_comes_long_before_the_last(one_redis_server: EmbeddedRedis) -> None:
+async def test_the_first_event_comes_long_before_the_last(one_redis_server):
     async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
         async with streaming(up.client) as answer:
             await up.gateway.until_reserved(a=1)
@@ -123,15 +111,13 @@ async def test_the_first_event_comes_long_before_the_last(one_redis_server: Embe
         await up.gateway.until_reserved()
 
 
-async def test_of_a_pickers_own_paths_clients_get_its_health(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_of_a_pickers_own_paths_clients_get_its_health(one_redis_server):
     async with setup(one_redis_server.url) as up:
         assert (await up.client.get("/health")).json() == {"status": "ok"}
         assert (await up.client.get("/metrics")).status_code == 404
 
 
-async def test_a_large_body_passes(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_large_body_passes(one_redis_server):
     async with setup(one_redis_server.url) as up:
         long = "word " * 60_000
         answer = await up.client.post(
@@ -141,7 +127,7 @@ async def test_a_large_body_passes(one_redis_server: EmbeddedRedis) -> None:
         assert answer.json()["usage"]["prompt_tokens"] > 60_000
 
 
-async def test_clients_may_speak_http_2(one_redis_server: EmbeddedRedis) -> None:
+async def test_clients_may_speak_http_2(one_redis_server):
     async with setup(one_redis_server.url) as up:
         url = str(up.client.base_url.join(CHAT))
         command = ["curl", "-sS", "--http2-prior-knowledge", "-o", "/dev/null"]
@@ -151,9 +137,7 @@ async def test_clients_may_speak_http_2(one_redis_server: EmbeddedRedis) -> None
 
 
 @pytest.mark.parametrize("http_2", [True, False])
-async def test_engines_may_speak_http_2_where_the_gateway_is_told(
-    http_2: bool, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_engines_may_speak_http_2_where_the_gateway_is_told(http_2, one_redis_server):
     url, port = one_redis_server.url, free_port()
     async with (
         http_2_alone(port) as address,
@@ -175,7 +159,7 @@ async def test_engines_may_speak_http_2_where_the_gateway_is_told(
         await gateway.until_reserved()
 
 
-async def test_a_request_is_confined_to_a_subset(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_request_is_confined_to_a_subset(one_redis_server):
     async with setup(one_redis_server.url) as up:
         host, port = place_of(up.engines[1])
         for _ in range(4):
@@ -186,7 +170,7 @@ async def test_a_request_is_confined_to_a_subset(one_redis_server: EmbeddedRedis
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_a_request_too_many_is_429(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_request_too_many_is_429(one_redis_server):
     async with (
         setup(one_redis_server.url, num=1, speedup=SLOW, max_requests=1) as up,
         streaming(up.client),
@@ -196,9 +180,7 @@ async def test_a_request_too_many_is_429(one_redis_server: EmbeddedRedis) -> Non
         assert answer.headers["retry-after"].isdigit()
 
 
-async def test_what_an_engine_refuses_is_told_as_the_api_has_it(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_what_an_engine_refuses_is_told_as_the_api_has_it(one_redis_server):
     async with setup(one_redis_server.url, num=1) as up:
         async with httpx.AsyncClient(base_url=up.engines[0]) as engine:
             direct = await engine.post(CHAT, json=ASKS | {"model": MODEL, "logprobs": True})
@@ -211,13 +193,11 @@ async def test_what_an_engine_refuses_is_told_as_the_api_has_it(
         await up.gateway.until_reserved()
 
 
-async def test_a_refusal_without_an_end_is_told(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refusal_without_an_end_is_told(one_redis_server, redis, monkeypatch):
     monkeypatch.setattr(picker, "REFUSED_WITHIN_S", 0.2)
     is_over = asyncio.Event()
 
-    async def refuse(asked: web.Request) -> web.StreamResponse:
+    async def refuse(asked):
         answer = web.StreamResponse(status=400, headers={"content-type": "application/json"})
         await answer.prepare(asked)
         await answer.write(b'{"error": {"message": "no such thing", "type": "invalid"}}')
@@ -236,16 +216,14 @@ async def test_a_refusal_without_an_end_is_told(
         is_over.set()
 
 
-async def test_a_client_that_hangs_up_releases(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_client_that_hangs_up_releases(one_redis_server):
     async with setup(one_redis_server.url, num=1, speedup=SLOW) as up:
         async with streaming(up.client):
             await up.gateway.until_reserved(a=1)
         await up.gateway.until_reserved()
 
 
-async def test_what_waits_is_given_up_when_its_client_leaves(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_what_waits_is_given_up_when_its_client_leaves(one_redis_server):
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with setup(one_redis_server.url, num=1, speedup=SLOW, **options) as up:
         waiting = up.gateway.waiting
@@ -256,9 +234,7 @@ async def test_what_waits_is_given_up_when_its_client_leaves(
             await eventually(waiting, lambda num: num == 0)
 
 
-async def test_another_worker_answers_for_one_that_was_killed(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_another_worker_answers_for_one_that_was_killed(one_redis_server):
     """Its lease goes on for a while."""
     url = one_redis_server.url
     with worker(url, "gone", lease_ttl_s=60.0) as gone:
@@ -275,9 +251,7 @@ async def test_another_worker_answers_for_one_that_was_killed(
 
 
 @pytest.mark.parametrize("fail_open", [True, False])
-async def test_without_a_picker_any_engine_is_asked_or_none(
-    fail_open: bool, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_without_a_picker_any_engine_is_asked_or_none(fail_open, one_redis_server):
     url = one_redis_server.url
     async with (
         worker_here(url, "a") as engine,
@@ -287,7 +261,7 @@ async def test_without_a_picker_any_engine_is_asked_or_none(
         assert (await client.post(CHAT, json=ASKS)).status_code == 200
         one.end(signal.SIGKILL)
 
-        async def status() -> int:
+        async def status():
             return (await client.post(CHAT, json=ASKS)).status_code
 
         expected = 200 if fail_open else 503
@@ -301,21 +275,19 @@ async def test_without_a_picker_any_engine_is_asked_or_none(
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-async def test_requests_go_on_while_redis_is_away_and_when_it_is_back(
-    is_killed: bool, own_redis_server: EmbeddedRedis
-) -> None:
+async def test_requests_go_on_while_redis_is_away_and_when_it_is_back(is_killed, own_redis_server):
     """Killed, it comes back empty; else it answers nothing for a while."""
     server, asks = own_redis_server, ASKS | {"stream": True}
     async with setup(server.url, redis_timeout_ms=300) as up:
         gateway = up.gateway
 
-        async def degraded() -> float:
+        async def degraded():
             """Decisions so far."""
             lines = (await gateway.http.get("/metrics")).text.splitlines()
             found = [each for each in lines if each.startswith("kvroute_degraded_decisions_total")]
             return sum(float(each.rpartition(" ")[2]) for each in found)
 
-        async def answers() -> float:
+        async def answers():
             """How many of six decisions are degraded; each request is answered."""
             before = await degraded()
             said = [await up.client.post(CHAT, json=asks) for _ in range(6)]
@@ -341,7 +313,7 @@ async def test_requests_go_on_while_redis_is_away_and_when_it_is_back(
         await gateway.until_reserved()
 
 
-async def test_two_pickers_promise_one_slot_once(one_redis_server: EmbeddedRedis) -> None:
+async def test_two_pickers_promise_one_slot_once(one_redis_server):
     url = one_redis_server.url
     async with (
         worker_here(url, "a", speedup=SLOW, max_requests=1) as engine,
@@ -366,7 +338,7 @@ class Engines:
     running: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
 
-    async def answer(self, asked: web.Request, name: str) -> web.StreamResponse:
+    async def answer(self, asked, name):
         self.came_by[(await asked.json())["user"]] = asked.headers["authorization"]
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         self.running[name] += 1
@@ -382,9 +354,7 @@ class Engines:
         return answer
 
 
-async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(one_redis_server, redis):
     url, slots, engines = one_redis_server.url, 4, Engines()
     async with AsyncExitStack() as stack:
         addresses = []
@@ -401,7 +371,7 @@ async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
         names, is_over = (f"r{n}" for n in count()), asyncio.Event()
         dead, done, failed, lost = list[str](), list[str](), list[str](), list[str]()
 
-        async def asks() -> None:
+        async def asks():
             while not is_over.is_set():
                 name, before = next(names), len(dead)
                 body = {"model": "m", "prompt": [1, 2], "stream": True, "user": name}
@@ -417,7 +387,7 @@ async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
                 if by not in dead:
                     lost.append(f"{name} by {by!r}: {text}")
 
-        async def forty_more() -> None:
+        async def forty_more():
             least = len(done) + 40
             await eventually(_length(done), lambda num: num >= least)
 
@@ -435,7 +405,7 @@ async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
         assert engines.most == {"a": slots, "b": slots}
         async with httpx.AsyncClient(base_url=processes[2].url) as http:
 
-            async def reserved() -> int:
+            async def reserved():
                 workers = (await http.get("/v1/workers")).json()["workers"]
                 return sum(each["active_requests"] for each in workers)
 
@@ -443,16 +413,14 @@ async def test_two_of_three_pickers_die_and_only_what_they_had_is_lost(
             await eventually(reserved, lambda num: num == 0)
 
 
-def _length(of: list[str]) -> Any:
-    async def length() -> int:
+def _length(of):
+    async def length():
         return len(of)
 
     return length
 
 
-def test_a_cluster_on_this_machine_has_it_as_its_balancer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_on_this_machine_has_it_as_its_balancer(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{ENVOY.parent}{os.pathsep}{os.environ['PATH']}")
     options = ("--gateway", "envoy", "--replicas", "2")
     with cluster(tmp_path / "log", *options) as url:

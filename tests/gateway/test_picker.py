@@ -1,15 +1,11 @@
 """What a picker tells a gateway, message by message."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import grpc
 import orjson
 import pytest
 from grpc_health.v1 import health_pb2
-from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from app.gateway import ext_proc, picker, processor
@@ -26,18 +22,15 @@ from app.gateway.messages import (
 from app.gateway.processor import LIVENESS, READINESS, SERVICE
 from app.http import body
 from app.http.protocol import HEAD_TIMEOUT_S
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import registered, worker_here
 from tests.eventually import eventually
-from tests.gateway.conftest import DONE, EVENTS, USAGE, Gateway, fleet, picking
+from tests.gateway.conftest import DONE, EVENTS, USAGE, fleet, picking
 
 ASKS = {"model": "m", "prompt": [*range(1, 13)], "stream": True}
 FIRST, SECOND = "10.0.0.1:80", "10.0.0.2:80"
 
 
-async def test_a_request_goes_to_one_worker_with_the_other_to_fall_back_to(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_request_goes_to_one_worker_with_the_other_to_fall_back_to(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         asked, told = await gateway.asks(ASKS)
         assert {*told.endpoints.split(",")} == {FIRST, SECOND}
@@ -50,17 +43,13 @@ async def test_a_request_goes_to_one_worker_with_the_other_to_fall_back_to(
         await gateway.until_reserved()
 
 
-async def test_a_gateway_that_tries_once_is_told_of_one_worker(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_gateway_that_tries_once_is_told_of_one_worker(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, fallbacks=0) as gateway:
         _, told = await gateway.asks(ASKS)
         assert told.endpoints in (FIRST, SECOND)
 
 
-async def test_the_body_goes_on_and_its_length_is_right(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_the_body_goes_on_and_its_length_is_right(redis, one_redis_server):
     body = orjson.dumps(ASKS | {"user": "x" * 150_000})
     async with fleet(redis, one_redis_server.url) as gateway:
         _, told = await gateway.asks(body, pieces=7)
@@ -70,9 +59,7 @@ async def test_the_body_goes_on_and_its_length_is_right(
         assert told.num_pieces == -(-len(told.body) // CHUNK_BYTES) == 3
 
 
-async def test_trailers_of_a_request_go_on_behind_its_body(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_trailers_of_a_request_go_on_behind_its_body(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         asked = gateway.call()
         await asked.headers("/v1/completions", mode=NONE, about={}, meta=None)
@@ -86,8 +73,8 @@ async def test_trailers_of_a_request_go_on_behind_its_body(
 
 @pytest.mark.parametrize("send_ids", [True, False])
 async def test_an_engine_gets_the_ids_of_its_prompt_only_where_that_is_asked_for(
-    send_ids: bool, one_redis_server: EmbeddedRedis
-) -> None:
+    send_ids, one_redis_server
+):
     url, chat = one_redis_server.url, "/v1/chat/completions"
     asks = {"messages": [{"role": "user", "content": "hello"}]}
     async with worker_here(url, "a"), picking(url, send_ids=send_ids) as gateway:
@@ -97,18 +84,14 @@ async def test_an_engine_gets_the_ids_of_its_prompt_only_where_that_is_asked_for
         assert told.headers["content-length"] == b"%d" % len(told.body)
 
 
-async def test_usage_that_nobody_asked_for_goes_no_further(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_usage_that_nobody_asked_for_goes_no_further(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         asked, _ = await gateway.asks(ASKS)
         await asked.answer_begins()
         assert await asked.answers(*EVENTS, USAGE, DONE) == [*EVENTS, b"", DONE]
 
 
-async def test_a_client_is_told_of_an_answer_that_its_engine_aborts(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_client_is_told_of_an_answer_that_its_engine_aborts(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         asked, _ = await gateway.asks(ASKS)
         await asked.answer_begins()
@@ -120,8 +103,8 @@ async def test_a_client_is_told_of_an_answer_that_its_engine_aborts(
 
 
 async def test_an_answer_that_is_no_stream_goes_on_in_as_few_messages_as_it_fits(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     body = orjson.dumps({"choices": [{"text": "a" * 150_000}]})
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         asked, _ = await gateway.asks(ASKS | {"stream": False})
@@ -133,9 +116,7 @@ async def test_an_answer_that_is_no_stream_goes_on_in_as_few_messages_as_it_fits
         await gateway.until_reserved()
 
 
-async def test_trailers_of_an_answer_go_on_behind_it(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_trailers_of_an_answer_go_on_behind_it(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         asked, _ = await gateway.asks(ASKS | {"stream": False})
         await asked.answer_begins(kind="application/json")
@@ -151,9 +132,7 @@ async def test_trailers_of_an_answer_go_on_behind_it(
         await gateway.until_reserved()
 
 
-async def test_usage_is_not_asked_for_where_answers_do_not_pass(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_usage_is_not_asked_for_where_answers_do_not_pass(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         asked, told = await gateway.asks(ASKS, mode=NONE)
         assert told.fields == ASKS
@@ -162,10 +141,8 @@ async def test_usage_is_not_asked_for_where_answers_do_not_pass(
         await gateway.until_reserved()
 
 
-async def test_the_first_token_frees_what_was_reserved_for_the_prompt(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
-    async def queued(gateway) -> float:
+async def test_the_first_token_frees_what_was_reserved_for_the_prompt(redis, one_redis_server):
+    async def queued(gateway):
         workers = (await gateway.http.get("/v1/workers")).json()["workers"]
         return sum(each["prefill_tokens"] for each in workers)
 
@@ -178,9 +155,7 @@ async def test_the_first_token_frees_what_was_reserved_for_the_prompt(
         assert sum((await gateway.reserved()).values()) == 1
 
 
-async def test_a_gateway_that_hangs_up_releases(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_gateway_that_hangs_up_releases(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         before, _ = await gateway.asks(ASKS)
         amid, _ = await gateway.asks(ASKS)
@@ -193,7 +168,7 @@ async def test_a_gateway_that_hangs_up_releases(
         await gateway.until_reserved()
 
 
-async def test_a_gateway_that_dies_releases(redis: Redis, one_redis_server: EmbeddedRedis) -> None:
+async def test_a_gateway_that_dies_releases(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         await gateway.asks(ASKS)
         await gateway.asks(ASKS)
@@ -202,9 +177,7 @@ async def test_a_gateway_that_dies_releases(redis: Redis, one_redis_server: Embe
         await gateway.until_reserved()
 
 
-async def test_a_request_that_waits_is_given_up_when_its_gateway_leaves(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_request_that_waits_is_given_up_when_its_gateway_leaves(redis, one_redis_server):
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
         await gateway.asks(ASKS)
@@ -216,9 +189,7 @@ async def test_a_request_that_waits_is_given_up_when_its_gateway_leaves(
         await eventually(gateway.waiting, lambda num: num == 0)
 
 
-async def test_a_gateway_confines_a_request_to_some_endpoints(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_gateway_confines_a_request_to_some_endpoints(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         for allowed in (SECOND, [SECOND, "10.9.9.9:80"]):
             _, told = await gateway.asks(ASKS, meta={SUBSET: allowed})
@@ -229,17 +200,15 @@ async def test_a_gateway_confines_a_request_to_some_endpoints(
 
 @pytest.mark.parametrize("is_obeyed", [True, False])
 async def test_a_test_of_gateways_chooses_only_where_it_is_allowed_to(
-    is_obeyed: bool, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    is_obeyed, redis, one_redis_server
+):
     about = {TEST_SELECTION.decode(): f"{SECOND},{FIRST}"}
     async with fleet(redis, one_redis_server.url, obey_test_header=is_obeyed) as gateway:
         told = [(await gateway.asks(ASKS, about=about))[1].endpoints for _ in range(6)]
         assert ({*told} == {f"{SECOND},{FIRST}"}) is is_obeyed
 
 
-async def test_a_reservation_moves_to_the_worker_that_answers(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_reservation_moves_to_the_worker_that_answers(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url) as gateway:
         asked, told = await gateway.asks(ASKS)
         first, second = told.endpoints.split(",")
@@ -252,7 +221,7 @@ async def test_a_reservation_moves_to_the_worker_that_answers(
         await gateway.until_reserved()
 
 
-async def test_one_slot_is_promised_once(redis: Redis, one_redis_server: EmbeddedRedis) -> None:
+async def test_one_slot_is_promised_once(redis, one_redis_server):
     url = one_redis_server.url
     async with fleet(redis, url, 1, max_requests=1) as gateway, picking(url) as other:
         await other.until_serving(1)
@@ -264,7 +233,7 @@ async def test_one_slot_is_promised_once(redis: Redis, one_redis_server: Embedde
         assert refused.headers["retry-after"].isdigit()
 
 
-async def test_no_worker_is_503(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+async def test_no_worker_is_503(one_redis_server, redis):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         _, told = await gateway.asks(ASKS | {"model": "other"})
         assert (told.status, told.fields["error"]["code"]) == (404, "model_not_found")
@@ -274,17 +243,13 @@ async def test_no_worker_is_503(one_redis_server: EmbeddedRedis, redis: Redis) -
         assert told.status == 404
 
 
-async def test_a_body_that_is_too_large_is_refused_as_at_the_door(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_body_that_is_too_large_is_refused_as_at_the_door(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1, max_request_bytes=1000) as gateway:
         _, told = await gateway.asks(ASKS | {"user": "x" * 2000}, pieces=3)
         assert (told.status, told.fields["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_keys_are_checked_and_stay_here(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_keys_are_checked_and_stay_here(redis, one_redis_server):
     settings = {"api_key": "secret", "worker_key": "theirs"}
     async with fleet(redis, one_redis_server.url, 1, **settings) as gateway:
         _, told = await gateway.asks(ASKS)
@@ -296,17 +261,13 @@ async def test_keys_are_checked_and_stay_here(
         assert "authorization" not in told.removed
 
 
-async def test_without_a_key_for_workers_a_clients_key_goes_no_further(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_without_a_key_for_workers_a_clients_key_goes_no_further(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         _, told = await gateway.asks(ASKS, about={"authorization": "Bearer mine"})
         assert "authorization" in told.removed
 
 
-async def test_an_engine_that_fails_is_told_of(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_an_engine_that_fails_is_told_of(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         asked, _ = await gateway.asks(ASKS)
         said = b'{"error": {"message": "broken", "type": "server_error"}}'
@@ -321,8 +282,8 @@ async def test_an_engine_that_fails_is_told_of(
 
 @pytest.mark.parametrize("goes_on", ["with trailers", "for long", "without an end"])
 async def test_a_refusal_is_told_though_more_comes_behind_it(
-    goes_on: str, redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    goes_on, redis, one_redis_server, monkeypatch
+):
     if goes_on == "without an end":
         monkeypatch.setattr(picker, "REFUSED_WITHIN_S", 0.1)
     async with fleet(redis, one_redis_server.url, 1) as gateway:
@@ -343,9 +304,7 @@ async def test_a_refusal_is_told_though_more_comes_behind_it(
         await gateway.until_reserved()
 
 
-async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1, answer_timeout_s=0.5) as gateway:
         asked, _ = await gateway.asks(ASKS)
         told = await asked.told()
@@ -353,17 +312,13 @@ async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(
         await gateway.until_reserved()
 
 
-async def test_a_path_may_spell_characters_as_clients_do(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_path_may_spell_characters_as_clients_do(redis, one_redis_server):
     async with fleet(redis, one_redis_server.url, 1) as gateway:
         _, told = await gateway.asks({}, "/v1/models/%6d?a=%20", method="GET")
         assert (told.status, told.fields["id"]) == (200, "m")
 
 
-async def test_its_health_says_what_is_served(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_its_health_says_what_is_served(redis, one_redis_server):
     async with picking(one_redis_server.url) as gateway:
         health = gateway.health
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -374,9 +329,7 @@ async def test_its_health_says_what_is_served(
         await eventually(lambda: health(READINESS), lambda found: found == serving)
 
 
-async def test_a_filter_that_holds_bodies_back_is_told_what_is_needed(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_filter_that_holds_bodies_back_is_told_what_is_needed(one_redis_server):
     async with picking(one_redis_server.url) as gateway:
         asked = gateway.call()
         await asked.headers("/v1/completions", mode=2, about={}, meta=None)
@@ -384,7 +337,7 @@ async def test_a_filter_that_holds_bodies_back_is_told_what_is_needed(
             await asked.call.read()
 
 
-async def test_a_port_that_is_taken_is_named(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_port_that_is_taken_is_named(one_redis_server):
     async with picking(one_redis_server.url) as gateway:
         taken = gateway.processor.port
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{taken}: grpc_port"):
@@ -392,9 +345,7 @@ async def test_a_port_that_is_taken_is_named(one_redis_server: EmbeddedRedis) ->
                 pass
 
 
-async def test_a_worker_that_comes_while_a_request_waits_gets_it(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+async def test_a_worker_that_comes_while_a_request_waits_gets_it(redis, one_redis_server):
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
         await gateway.asks(ASKS)
@@ -406,8 +357,8 @@ async def test_a_worker_that_comes_while_a_request_waits_gets_it(
 
 
 async def test_a_worker_that_comes_meanwhile_gets_no_request_that_is_confined(
-    redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    redis, one_redis_server
+):
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with fleet(redis, one_redis_server.url, 1, **options) as gateway:
         first, _ = await gateway.asks(ASKS)
@@ -424,8 +375,8 @@ async def test_a_worker_that_comes_meanwhile_gets_no_request_that_is_confined(
 
 
 async def test_an_answer_does_not_wait_for_a_slot_of_the_worker_it_comes_from(
-    redis: Redis, one_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, one_redis_server, caplog
+):
     options = {"max_requests": 1, "wait_queue": 8, "wait_timeout_s": 600.0}
     async with fleet(redis, one_redis_server.url, **options) as gateway:
         await gateway.asks(ASKS, meta={SUBSET: [FIRST]})
@@ -441,19 +392,19 @@ async def test_an_answer_does_not_wait_for_a_slot_of_the_worker_it_comes_from(
 
 @pytest.mark.parametrize("hint", [[], "", [80, None]], ids=str)
 async def test_a_gateway_that_confines_a_request_to_nothing_gets_no_worker(
-    hint: object, redis: Redis, one_redis_server: EmbeddedRedis
-) -> None:
+    hint, redis, one_redis_server
+):
     async with fleet(redis, one_redis_server.url) as gateway:
         _, told = await gateway.asks(ASKS, meta={SUBSET: hint})
         assert (told.status, told.fields["error"]["code"]) == (503, "no_workers")
 
 
-def silent(gateway: Gateway) -> Any:
+def silent(gateway):
     """A call whose messages are bytes as they are."""
     return gateway.channel.stream_stream(f"/{SERVICE}/Process")()
 
 
-async def code_of(call: Any, *said: bytes) -> Any:
+async def code_of(call, *said):
     """How it ends once that has been said."""
     for one in said:
         await call.write(one)
@@ -463,8 +414,8 @@ async def code_of(call: Any, *said: bytes) -> Any:
 
 
 async def test_what_is_no_message_or_has_too_many_headers_is_refused_without_a_traceback(
-    redis: Redis, one_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, one_redis_server, caplog
+):
     many = ext_proc.ProcessingRequest()
     for number in range(MAX_HEAD_BYTES // 8):
         many.request_headers.headers.headers.add(key="x", raw_value=b"%d" % number)
@@ -483,13 +434,13 @@ async def test_what_is_no_message_or_has_too_many_headers_is_refused_without_a_t
 
 
 async def test_calls_that_say_nothing_make_room_and_end_in_time(
-    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, one_redis_server, monkeypatch
+):
     monkeypatch.setattr(processor, "MAX_SILENT", 4)
     async with fleet(redis, one_redis_server.url) as gateway:
         calls = [asyncio.create_task(code_of(silent(gateway))) for _ in range(6)]
 
-        async def num_ended() -> int:
+        async def num_ended():
             return sum(call.done() for call in calls)
 
         await eventually(num_ended, lambda number: number == 2, within_s=HEAD_TIMEOUT_S / 2)
@@ -501,8 +452,8 @@ async def test_calls_that_say_nothing_make_room_and_end_in_time(
 
 
 async def test_a_body_that_never_comes_is_not_waited_for_for_ever(
-    redis: Redis, one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, one_redis_server, monkeypatch
+):
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.5)
     async with fleet(redis, one_redis_server.url) as gateway:
         asked = gateway.call()

@@ -1,13 +1,10 @@
 """How long a body may take: so long between two pieces, and not below a least rate."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from app.core.errors import BodyTimeout
@@ -16,11 +13,11 @@ from app.http.server import listen, serve
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[str, int]]:
+async def serving():
     app = FastAPI()
 
     @app.post("/size")
-    async def size(request: Request) -> JSONResponse:
+    async def size(request):
         try:
             return JSONResponse(len(await body.read_body(request, 1 << 20)))
         except BodyTimeout:
@@ -44,8 +41,8 @@ async def serving() -> AsyncIterator[tuple[str, int]]:
     ],
 )
 async def test_a_slow_body_is_taken_and_one_that_stalls_or_trickles_is_not(
-    first: int, piece: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    first, piece, status, monkeypatch
+):
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(body, "LEAST_BYTES_PER_S", 1000)
     loop = asyncio.get_running_loop()

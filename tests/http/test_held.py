@@ -1,13 +1,10 @@
 """The bodies of all callers together are bounded, and nobody's uploads keep out the others'."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from app.core.errors import BodiesTooLarge
@@ -22,7 +19,7 @@ UPLOAD = 12 << 20
 HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\nx-key: %b\r\ncontent-length: %d\r\n\r\n"
 
 
-def arrives(body: HeldBody, size: int, piece: int = PIECE) -> bool:
+def arrives(body, size, piece=PIECE):
     """A body comes, in pieces; False: it is refused, and what has come of it is let go."""
     try:
         body.check(size)
@@ -35,13 +32,13 @@ def arrives(body: HeldBody, size: int, piece: int = PIECE) -> bool:
     return True
 
 
-def uploads(bodies: HeldBodies, holder: str, number: int, size: int) -> int:
+def uploads(bodies, holder, number, size):
     """How many of so many bodies are taken, each over a connection of its own."""
     return sum(arrives(HeldBody(bodies, holder), size) for _ in range(number))
 
 
 @pytest.mark.parametrize("number", [16, 1000])
-def test_uploads_of_one_caller_leave_a_quarter_to_others(number: int) -> None:
+def test_uploads_of_one_caller_leave_a_quarter_to_others(number):
     bodies = HeldBodies()
     assert uploads(bodies, "a", number, UPLOAD) > 5
     assert bodies.num_bytes <= 0.76 * MAX_HELD_BYTES
@@ -50,13 +47,13 @@ def test_uploads_of_one_caller_leave_a_quarter_to_others(number: int) -> None:
 
 
 @pytest.mark.parametrize("size", [UPLOAD, 1 << 20])
-def test_uploads_over_some_connections_leave_room_for_the_same_callers_next(size: int) -> None:
+def test_uploads_over_some_connections_leave_room_for_the_same_callers_next(size):
     bodies = HeldBodies()
     uploads(bodies, "a", 1000, size)
     assert arrives(HeldBody(bodies, "a"), size // 4)
 
 
-def test_however_many_callers_upload_the_next_one_finds_room() -> None:
+def test_however_many_callers_upload_the_next_one_finds_room():
     bodies = HeldBodies()
     for number in range(50):
         uploads(bodies, f"{number}", 20, UPLOAD)
@@ -64,14 +61,14 @@ def test_however_many_callers_upload_the_next_one_finds_room() -> None:
     assert bodies.num_bytes <= MAX_HELD_BYTES
 
 
-def test_one_body_alone_may_be_larger() -> None:
+def test_one_body_alone_may_be_larger():
     bodies = HeldBodies(LARGE)
     assert arrives(HeldBody(bodies, "a"), 20 * LARGE)
     assert not arrives(HeldBody(bodies, "b"), SMALL_BYTES + 1)
     assert arrives(HeldBody(bodies, "b"), SMALL_BYTES)
 
 
-def test_what_has_come_belongs_to_the_key_once_it_is_known() -> None:
+def test_what_has_come_belongs_to_the_key_once_it_is_known():
     bodies = HeldBodies()
     body = HeldBody(bodies, "127.0.0.1")
     body.add(100)
@@ -85,12 +82,12 @@ def test_what_has_come_belongs_to_the_key_once_it_is_known() -> None:
 
 
 @asynccontextmanager
-async def serving(held: HeldBodies) -> AsyncIterator[tuple[str, int]]:
+async def serving(held):
     """Address of a server that answers with the size of a body, which belongs to x-key."""
     app = FastAPI()
 
     @app.post("/size")
-    async def size(request: Request) -> object:
+    async def size(request):
         request.scope[HELD].belong_to(request.headers["x-key"])
         try:
             return len(await read_body(request, 10 * LARGE))
@@ -107,20 +104,20 @@ async def serving(held: HeldBodies) -> AsyncIterator[tuple[str, int]]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_uploads_that_never_end_keep_nobody_else_out_and_are_forgotten_with_them() -> None:
+async def test_uploads_that_never_end_keep_nobody_else_out_and_are_forgotten_with_them():
     held = HeldBodies(8 * LARGE)
     async with serving(held) as address:
 
-        async def send(key: str, size: int, sent: int) -> asyncio.StreamReader:
+        async def send(key, size, sent):
             reader, writer = await asyncio.open_connection(*address)
             writers.append(writer)
             writer.write(HEAD % (key.encode(), size) + b"x" * sent)
             return reader
 
-        async def seen() -> int:
+        async def seen():
             return held.num_bytes
 
-        writers: list[asyncio.StreamWriter] = []
+        writers = []
         for number in range(1, 5):
             await send("a", LARGE + 1, LARGE)
             await eventually(seen, lambda size, n=number: size == n * LARGE)

@@ -1,10 +1,5 @@
 """Members of bodies, and the same with some changed; orjson says what is right."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import orjson
 import pytest
@@ -45,7 +40,7 @@ NAMES = st.sampled_from(
 
 
 @pytest.fixture(params=["with simdjson", "without"])
-def _each_parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _each_parser(request, monkeypatch):
     if request.param == "without":
         monkeypatch.setattr(numbers, "simdjson", None)
     elif numbers.simdjson is None:
@@ -56,7 +51,7 @@ each_parser = pytest.mark.usefixtures("_each_parser")
 
 
 @st.composite
-def strings(draw: st.DrawFn, text: st.SearchStrategy[str]) -> str:
+def strings(draw, text):
     """A string in JSON, some of its characters escaped in one of the ways that there are."""
     plain = draw(text)
     if draw(st.booleans()):
@@ -76,7 +71,7 @@ SCALARS = st.one_of(
 
 
 @st.composite
-def containers(draw: st.DrawFn, inner: st.SearchStrategy[str]) -> str:
+def containers(draw, inner):
     items = draw(st.lists(st.tuples(BLANK, inner, BLANK).map("".join), max_size=4))
     if draw(st.booleans()):
         return f"[{','.join(items) or draw(BLANK)}]"
@@ -92,7 +87,7 @@ VALUES = st.one_of(
 
 
 @st.composite
-def members(draw: st.DrawFn) -> list[tuple[str, str, str]]:
+def members(draw):
     """Names, and the texts around their values: before, value, after."""
     names = draw(st.lists(NAMES, unique=True, max_size=6))
     return [
@@ -105,17 +100,17 @@ def members(draw: st.DrawFn) -> list[tuple[str, str, str]]:
     ]
 
 
-def text_of(parts: list[str], around: tuple[str, str, str, str]) -> bytes:
+def text_of(parts, around):
     before, blank, _, after = around
     return f"{before}{{{','.join(parts) or blank}}}{after}".encode()
 
 
-def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+def plain(fields):
     """As orjson would give them."""
     return {name: _plain(fields[name]) for name in fields}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value):
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
@@ -130,11 +125,7 @@ def _plain(value: Any) -> Any:
     changes=st.dictionaries(NAMES, st.sampled_from([None, 1, "x", [1, 2], {"a": {}}]), max_size=3),
 )
 @settings(max_examples=150)
-def test_members_stay_as_they_came_but_for_those_that_are_changed(
-    given_members: list[tuple[str, str, str]],
-    around: tuple[str, str, str, str],
-    changes: dict[str, object],
-) -> None:
+def test_members_stay_as_they_came_but_for_those_that_are_changed(given_members, around, changes):
     raw = text_of([key + value.replace("\0", "") for _, key, value in given_members], around)
     body = JsonBody.parse(raw)
     expected = orjson.loads(raw)
@@ -159,14 +150,14 @@ def test_members_stay_as_they_came_but_for_those_that_are_changed(
         (b'{"": 123456789012345678901234567890, "": 1}', ""),
     ],
 )
-def test_a_name_that_comes_twice_is_refused_and_named(raw: bytes, name: str) -> None:
+def test_a_name_that_comes_twice_is_refused_and_named(raw, name):
     with pytest.raises(InvalidRequest, match="comes twice") as refused:
         JsonBody.parse(raw)
     assert refused.value.field == name
 
 
 @each_parser
-def test_a_long_name_that_comes_twice_is_not_repeated_whole() -> None:
+def test_a_long_name_that_comes_twice_is_not_repeated_whole():
     with pytest.raises(InvalidRequest) as refused:
         JsonBody.parse(b'{"%b": 1, "%b": 2}' % (b"x" * 1000, b"x" * 1000))
     assert len(str(refused.value)) < 100
@@ -193,14 +184,14 @@ def test_a_long_name_that_comes_twice_is_not_repeated_whole() -> None:
         b'{"prompt": "x"prompt": [1]"}',
     ],
 )
-def test_what_is_no_object_in_json_is_refused(raw: bytes) -> None:
+def test_what_is_no_object_in_json_is_refused(raw):
     with pytest.raises(InvalidRequest) as refused:
         JsonBody.parse(raw)
     assert refused.value.field == "body"
 
 
 @pytest.mark.parametrize("text", [b"1e999", b'"\xff"'])
-def test_what_cannot_be_read_is_refused_when_it_is_looked_at(text: bytes) -> None:
+def test_what_cannot_be_read_is_refused_when_it_is_looked_at(text):
     body = JsonBody.parse(b'{"a": %b, "b": 1}' % text)
     assert body.fields["b"] == 1
     with pytest.raises(InvalidRequest) as refused:
@@ -208,7 +199,7 @@ def test_what_cannot_be_read_is_refused_when_it_is_looked_at(text: bytes) -> Non
     assert refused.value.field == "a"
 
 
-def test_deep_nesting_passes_unread() -> None:
+def test_deep_nesting_passes_unread():
     deep = b"[" * 900 + b"]" * 900
     body = JsonBody.parse(b'{"a": %b, "b": 1, "c": %b}' % (deep, deep))
     assert body.changed({"b": 2}) == b'{"a":%b,"b":2,"c":%b}' % (deep, deep)
@@ -217,7 +208,7 @@ def test_deep_nesting_passes_unread() -> None:
 @each_parser
 @pytest.mark.parametrize("ids", [[1], [0, 2**64 - 1], list(range(20_000))])
 @pytest.mark.parametrize("name", ["prompt", "input"])
-def test_arrays_of_ids_are_arrays_of_numpy(name: str, ids: list[int]) -> None:
+def test_arrays_of_ids_are_arrays_of_numpy(name, ids):
     raw = orjson.dumps({"model": "m", name: ids, "stop": ["[1]"]})
     value = JsonBody.parse(raw).fields[name]
     assert (value.dtype, value.tolist()) == (np.uint64, ids)
@@ -242,21 +233,21 @@ def test_arrays_of_ids_are_arrays_of_numpy(name: str, ids: list[int]) -> None:
         b'{"a": "{", "prompt": "[1]", "input": {"prompt": [1]}}',
     ],
 )
-def test_all_else_is_as_orjson_gives_it(raw: bytes) -> None:
+def test_all_else_is_as_orjson_gives_it(raw):
     fields = dict(JsonBody.parse(raw).fields)
     assert fields == orjson.loads(raw)
     assert not any(isinstance(value, np.ndarray) for value in fields.values())
 
 
 @each_parser
-def test_arrays_of_ids_in_an_array_are_arrays_of_numpy_too() -> None:
+def test_arrays_of_ids_in_an_array_are_arrays_of_numpy_too():
     fields = JsonBody.parse(b'{"prompt": [ [1, 2] ], "input": [[1], [2, 3]]}').fields
     assert fields["prompt"].tolist() == [1, 2]
     assert [ids.tolist() for ids in fields["input"]] == [[1], [2, 3]]
 
 
 @each_parser
-async def test_ids_from_a_router_are_no_values_to_be_counted() -> None:
+async def test_ids_from_a_router_are_no_values_to_be_counted():
     ids = list(range(MAX_VALUES + 1))
     raw = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": ids, "a": 1}})
     params = (await JsonBody.read(raw)).fields["kv_transfer_params"]
@@ -264,7 +255,7 @@ async def test_ids_from_a_router_are_no_values_to_be_counted() -> None:
     assert params["a"] == 1
 
 
-def test_arrays_of_numpy_can_be_set() -> None:
+def test_arrays_of_numpy_can_be_set():
     ids = np.arange(3, dtype=np.uint64)
     body = JsonBody.parse(b'{"prompt": "abc"}')
     assert body.changed({"prompt": ids, "x": {"ids": ids}}) == (
@@ -290,9 +281,7 @@ _IDS = b"[%b0]," % (b"0," * (MAX_VALUES // MAX_LISTS))
         (b'"text":"%b"' % (b'\\"[{,\\\\' * MAX_VALUES), False),
     ],
 )
-async def test_more_values_than_can_be_read_in_time_are_refused(
-    member: bytes, refused: bool
-) -> None:
+async def test_more_values_than_can_be_read_in_time_are_refused(member, refused):
     raw = b'{"model":"m",%b}' % member
     if refused:
         with pytest.raises(InvalidRequest, match="over"):
@@ -301,8 +290,8 @@ async def test_more_values_than_can_be_read_in_time_are_refused(
         assert (await JsonBody.read(raw)).changed({}) == raw
 
 
-def test_more_members_than_any_api_has_are_refused() -> None:
-    def raw(count: int) -> bytes:
+def test_more_members_than_any_api_has_are_refused():
+    def raw(count):
         return b"{%b}" % b",".join(b'"n%d": 1' % i for i in range(count))
 
     with pytest.raises(InvalidRequest, match=f"over {MAX_MEMBERS} members"):
@@ -311,7 +300,7 @@ def test_more_members_than_any_api_has_are_refused() -> None:
 
 
 @each_parser
-def test_half_a_character_becomes_one_that_stands_for_none() -> None:
+def test_half_a_character_becomes_one_that_stands_for_none():
     raw = rb'{"a": "\ud83d \\ud83d \ud83d\ude00 \\\ude00", "b": 1}'
     body = JsonBody.parse(raw)
     assert body.fields["a"] == "\ufffd \\ud83d \U0001f600 \\\ufffd"

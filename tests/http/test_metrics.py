@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,10 +13,10 @@ class Ours(Table):
     now = gauge("now", "Now.")
 
 
-def the_librarys() -> tuple[CollectorRegistry, dict[str, object]]:
+def the_librarys():
     registry = CollectorRegistry()
     kinds = {"counter": prometheus_client.Counter, "gauge": prometheus_client.Gauge}
-    metrics: dict[str, object] = {}
+    metrics = {}
     for attribute, family in Ours.families.items():
         if family.kind == "histogram":
             metrics[attribute] = prometheus_client.Histogram(
@@ -31,22 +29,22 @@ def the_librarys() -> tuple[CollectorRegistry, dict[str, object]]:
     return registry, metrics
 
 
-def count(metrics: dict[str, object] | Ours) -> None:
-    def of(name: str) -> object:
+def count(metrics):
+    def of(name):
         return metrics[name] if isinstance(metrics, dict) else getattr(metrics, name)
 
-    of("seen").labels("a", "x").inc()  # type: ignore[attr-defined]
-    of("seen").labels("a", "x").inc(2.5)  # type: ignore[attr-defined]
-    of("seen").labels("b", 'y"\n').inc()  # type: ignore[attr-defined]
-    of("seen").labels("c", "z").inc()  # type: ignore[attr-defined]
-    of("seen").remove("c", "z")  # type: ignore[attr-defined]
-    of("all").inc(7)  # type: ignore[attr-defined]
+    of("seen").labels("a", "x").inc()
+    of("seen").labels("a", "x").inc(2.5)
+    of("seen").labels("b", 'y"\n').inc()
+    of("seen").labels("c", "z").inc()
+    of("seen").remove("c", "z")
+    of("all").inc(7)
     for amount in (0.1, 0.5, 0.6, 3.0):
-        of("took").labels("a").observe(amount)  # type: ignore[attr-defined]
-    of("took").labels("never")  # type: ignore[attr-defined]
+        of("took").labels("a").observe(amount)
+    of("took").labels("never")
 
 
-def test_metrics_are_written_as_the_library_writes_its_own() -> None:
+def test_metrics_are_written_as_the_library_writes_its_own():
     ours = Ours()
     registry, metrics = the_librarys()
     assert generate_latest(ours.registry) == generate_latest(registry)
@@ -55,7 +53,7 @@ def test_metrics_are_written_as_the_library_writes_its_own() -> None:
     assert generate_latest(ours.registry) == generate_latest(registry)
 
 
-def test_a_histogram_times_what_is_done_within_it_also_if_that_fails() -> None:
+def test_a_histogram_times_what_is_done_within_it_also_if_that_fails():
     ours = Ours()
     with pytest.raises(KeyError), ours.whole.time():
         raise KeyError
@@ -64,6 +62,6 @@ def test_a_histogram_times_what_is_done_within_it_also_if_that_fails() -> None:
     assert 0 < (found("kvroute_whole_seconds_sum") or 0.0) < 1
 
 
-def test_labels_that_a_metric_does_not_have_are_refused() -> None:
+def test_labels_that_a_metric_does_not_have_are_refused():
     with pytest.raises(ValueError, match="kvroute_seen"):
         Ours().seen.labels("a")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from app.http import protocol
@@ -22,22 +21,20 @@ Answer = tuple[int, Any]
 
 
 @asynccontextmanager
-async def serving(
-    on_refused: Callable[[str], object] = lambda _: None,
-) -> AsyncIterator[tuple[str, int]]:
+async def serving(on_refused=lambda _: None):
     """Address of a server that answers with the size of a body, or refuses it unread."""
     app = FastAPI()
 
     @app.get("/health")
-    async def health() -> str:
+    async def health():
         return "ok"
 
     @app.post("/size")
-    async def size(request: Request) -> int:
+    async def size(request):
         return len(await request.body())
 
     @app.post("/refused")
-    async def refused() -> Any:
+    async def refused():
         return JSONResponse("refused", 413, {"connection": "close"})
 
     with listen("127.0.0.1", 0) as socket:
@@ -50,7 +47,7 @@ async def serving(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def ask(address: tuple[str, int], parts: Iterable[bytes]) -> Answer:
+async def ask(address, parts):
     """What a connection is answered that sends these parts, and then reads to the end."""
     reader, writer = await asyncio.open_connection(*address)
     try:
@@ -63,7 +60,7 @@ async def ask(address: tuple[str, int], parts: Iterable[bytes]) -> Answer:
         writer.close()
 
 
-def lines(count: int, size: int) -> bytes:
+def lines(count, size):
     """That many headers or trailers, of that many bytes each."""
     return b"".join([b"x-%05d: %s\r\n" % (n, b"v" * (size - 11)) for n in range(count)])
 
@@ -84,7 +81,7 @@ CHUNKED = (
     ],
     ids=["many", "small", "one large value", "one large name"],
 )
-async def test_headers_over_64_kib_are_refused(headers: bytes) -> None:
+async def test_headers_over_64_kib_are_refused(headers):
     async with serving() as address:
         status, answer = await ask(address, [GET + headers + b"\r\n\r\n"])
         assert (status, answer["error"]["code"]) == (431, "headers_too_large")
@@ -92,22 +89,20 @@ async def test_headers_over_64_kib_are_refused(headers: bytes) -> None:
         assert status == 200
 
 
-async def test_line_ends_before_any_request_are_counted_too() -> None:
+async def test_line_ends_before_any_request_are_counted_too():
     async with serving() as address:
         status, _ = await ask(address, [b"\r\n" * 20_000] * 2)
     assert status == 431
 
 
-async def test_headers_that_trickle_in_are_counted_together() -> None:
+async def test_headers_that_trickle_in_are_counted_together():
     async with serving() as address:
         status, _ = await ask(address, [GET, *[lines(10, 100)] * 100, b"\r\n"])
     assert status == 431
 
 
-async def test_requests_that_are_not_http_are_counted_and_seldom_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    refused: list[str] = []
+async def test_requests_that_are_not_http_are_counted_and_seldom_logged(caplog):
+    refused = []
     async with serving(refused.append) as address:
         for _ in range(30):
             assert (await ask(address, [b"nonsense\r\n\r\n"]))[0] == 400
@@ -117,9 +112,7 @@ async def test_requests_that_are_not_http_are_counted_and_seldom_logged(
         assert 1 <= len(warnings) <= 5
 
 
-async def test_a_warning_says_how_many_before_it_went_unsaid(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_warning_says_how_many_before_it_went_unsaid(caplog):
     async with serving() as address:
         for _ in range(4):
             await ask(address, [b"nonsense\r\n\r\n"])
@@ -130,7 +123,7 @@ async def test_a_warning_says_how_many_before_it_went_unsaid(
     )
 
 
-async def test_a_long_url_is_refused() -> None:
+async def test_a_long_url_is_refused():
     async with serving() as address:
         for size in (protocol.MAX_URL_BYTES + 1, 1_000_000):
             request = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * size)
@@ -147,18 +140,18 @@ async def test_a_long_url_is_refused() -> None:
     ],
     ids=["trailers", "one large extension", "many extensions"],
 )
-async def test_what_frames_a_body_counts_as_headers_do(framing: bytes) -> None:
+async def test_what_frames_a_body_counts_as_headers_do(framing):
     async with serving() as address:
         assert (await ask(address, [CHUNKED, framing]))[0] == 431
 
 
-async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
+async def test_a_body_in_chunks_of_one_byte_is_read():
     size = 3 * MAX_HEAD_BYTES
     async with serving() as address:
         assert await ask(address, [CHUNKED, b"1\r\nx\r\n" * size, b"0\r\n\r\n"]) == (200, size)
 
 
-async def test_a_refusal_reaches_a_client_that_is_still_sending_its_body() -> None:
+async def test_a_refusal_reaches_a_client_that_is_still_sending_its_body():
     size = 20_000_000
     head = b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
     async with serving() as address:
@@ -169,7 +162,7 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending_its_body() -> No
             )
 
 
-async def test_a_body_that_is_not_read_may_come_later_but_not_never() -> None:
+async def test_a_body_that_is_not_read_may_come_later_but_not_never():
     head = b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
     async with serving() as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -185,9 +178,7 @@ async def test_a_body_that_is_not_read_may_come_later_but_not_never() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", GET, b"POST /size HTTP/1.1\r\nhost: x\r\n"])
-async def test_a_connection_without_complete_headers_is_closed_in_time(
-    begun: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_without_complete_headers_is_closed_in_time(begun, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
     async with serving() as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -197,9 +188,7 @@ async def test_a_connection_without_complete_headers_is_closed_in_time(
         writer.close()
 
 
-async def test_a_later_request_on_a_connection_has_the_same_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_later_request_on_a_connection_has_the_same_time(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     async with serving() as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -213,9 +202,7 @@ async def test_a_later_request_on_a_connection_has_the_same_time(
         writer.close()
 
 
-async def test_past_the_limit_the_connection_that_is_idle_for_longest_makes_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_past_the_limit_the_connection_that_is_idle_for_longest_makes_room(monkeypatch):
     monkeypatch.setattr(protocol, "max_connections", lambda: 4)
     async with serving() as address:
         at_work = await asyncio.open_connection(*address)
@@ -233,9 +220,7 @@ async def test_past_the_limit_the_connection_that_is_idle_for_longest_makes_room
             writer.close()
 
 
-async def test_a_thousand_idle_connections_do_not_keep_health_from_answering(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_thousand_idle_connections_do_not_keep_health_from_answering(monkeypatch):
     monkeypatch.setattr(protocol, "max_connections", lambda: 100)
     async with serving() as address:
         crowd = [await asyncio.open_connection(*address) for _ in range(1000)]
@@ -244,9 +229,7 @@ async def test_a_thousand_idle_connections_do_not_keep_health_from_answering(
             writer.close()
 
 
-def test_connections_leave_descriptors_for_the_rest_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connections_leave_descriptors_for_the_rest_of_the_process(monkeypatch):
     for soft, expected in ((1024, 896), (64, 8), (1_000_000, 16_384), (-1, 16_384)):
         monkeypatch.setattr(protocol.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert Connections().limit == expected
@@ -261,7 +244,7 @@ def test_connections_leave_descriptors_for_the_rest_of_the_process(
     ],
     ids=["whole", "chunked"],
 )
-async def test_a_wish_for_another_protocol_costs_no_body(upgrade: bytes, framed: bytes) -> None:
+async def test_a_wish_for_another_protocol_costs_no_body(upgrade, framed):
     head = b"POST /size HTTP/1.1\r\nhost: x\r\nhttp2-settings: AAMAAABk\r\n"
     wish = b"connection: HTTP2-Settings, Upgrade\r\nupgrade: %b\r\n" % upgrade
     last = b"POST /size HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\nyo"
@@ -277,7 +260,7 @@ async def test_a_wish_for_another_protocol_costs_no_body(upgrade: bytes, framed:
             writer.close()
 
 
-async def test_connect_is_refused() -> None:
+async def test_connect_is_refused():
     async with serving() as address:
         status, _ = await ask(address, [b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n"])
         assert status == 400
@@ -296,7 +279,7 @@ class Answering:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return
         self.asked.set()
@@ -312,7 +295,7 @@ class Answering:
 
 
 @asynccontextmanager
-async def asking() -> AsyncIterator[tuple[Answering, asyncio.StreamReader, asyncio.StreamWriter]]:
+async def asking():
     """A server that has a request, and the client that sent it."""
     app = Answering()
     with listen("127.0.0.1", 0) as socket:
@@ -330,7 +313,7 @@ async def asking() -> AsyncIterator[tuple[Answering, asyncio.StreamReader, async
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def test_a_client_that_ends_its_sending_gets_its_answer() -> None:
+async def test_a_client_that_ends_its_sending_gets_its_answer():
     async with asking() as (app, reader, writer):
         writer.write_eof()
         await reader.readuntil(CONTINUE)
@@ -341,14 +324,14 @@ async def test_a_client_that_ends_its_sending_gets_its_answer() -> None:
         assert answer.endswith(b"2\r\nbe\r\n3\r\ngun\r\n0\r\n\r\n")
 
 
-async def test_a_client_that_is_gone_before_its_answer_begins_is_noticed() -> None:
+async def test_a_client_that_is_gone_before_its_answer_begins_is_noticed():
     async with asking() as (app, _, writer):
         writer.close()
         await app.gone.wait()
 
 
 @pytest.mark.parametrize("ends", ["write_eof", "close"])
-async def test_a_client_that_ends_its_sending_once_its_answer_has_begun_is_gone(ends: str) -> None:
+async def test_a_client_that_ends_its_sending_once_its_answer_has_begun_is_gone(ends):
     async with asking() as (app, _, writer):
         app.begin.set()
         await app.begun.wait()
@@ -356,7 +339,7 @@ async def test_a_client_that_ends_its_sending_once_its_answer_has_begun_is_gone(
         await app.gone.wait()
 
 
-async def test_one_that_ended_its_sending_and_then_resets_the_connection_is_gone() -> None:
+async def test_one_that_ended_its_sending_and_then_resets_the_connection_is_gone():
     async with asking() as (app, reader, writer):
         writer.write_eof()
         await reader.readuntil(CONTINUE)

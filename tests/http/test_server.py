@@ -8,7 +8,6 @@ import re
 import signal
 import socket as sockets
 import weakref
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
@@ -19,16 +18,14 @@ from app.core.errors import ConfigError, KvrouteError
 from app.http.server import collect_seldom, listen, serve
 
 
-async def test_serving_ends_when_a_task_of_the_application_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_serving_ends_when_a_task_of_the_application_fails(caplog):
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fail())
             yield
 
-    async def fail() -> None:
+    async def fail():
         await asyncio.sleep(0)
         raise LookupError("nobody foresaw this")
 
@@ -40,19 +37,19 @@ async def test_serving_ends_when_a_task_of_the_application_fails(
 
 
 @pytest.mark.skipif(not sockets.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_the_ipv6_wildcard_also_takes_ipv4_connections() -> None:
+def test_the_ipv6_wildcard_also_takes_ipv4_connections():
     with listen("::", 0) as socket:
         port = socket.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
             sockets.create_connection((host, port), timeout=5.0).close()
 
 
-def test_an_empty_host_is_not_taken_for_every_address_of_the_machine() -> None:
+def test_an_empty_host_is_not_taken_for_every_address_of_the_machine():
     with pytest.raises(ConfigError, match="cannot listen on :0: the host is empty"):
         listen("", 0)
 
 
-def test_garbage_of_the_time_before_a_server_starts_is_not_kept() -> None:
+def test_garbage_of_the_time_before_a_server_starts_is_not_kept():
     class Circle:
         itself: Circle
 
@@ -64,7 +61,7 @@ def test_garbage_of_the_time_before_a_server_starts_is_not_kept() -> None:
     assert gone() is None
 
 
-async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors() -> None:
+async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors():
     with listen("127.0.0.1", 0) as socket:
         serving = asyncio.create_task(serve(FastAPI(), socket))
         async with asyncio.timeout(5.0):
@@ -79,18 +76,18 @@ async def test_what_is_not_http_is_answered_in_the_shape_of_all_errors() -> None
     assert json.loads(body) == {"error": {"code": "bad_request", "message": message, "field": None}}
 
 
-async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
-    seen: list[int] = []
+async def test_on_stop_runs_while_requests_are_still_accepted():
+    seen = []
     app = FastAPI()
 
     @app.get("/stop")
-    async def stop() -> None:
+    async def stop():
         os.kill(os.getpid(), signal.SIGTERM)
 
     with listen("127.0.0.1", 0) as socket:
         url = f"http://127.0.0.1:{socket.getsockname()[1]}"
 
-        async def leave() -> None:
+        async def leave():
             async with httpx.AsyncClient() as client:
                 seen.append((await client.get(f"{url}/openapi.json")).status_code)
 
@@ -101,10 +98,10 @@ async def test_on_stop_runs_while_requests_are_still_accepted() -> None:
     assert seen == [200]
 
 
-async def test_what_on_stop_waits_for_is_part_of_the_time_to_drain() -> None:
+async def test_what_on_stop_waits_for_is_part_of_the_time_to_drain():
     late = asyncio.Event()
 
-    async def stop() -> None:
+    async def stop():
         await late.wait()
 
     with listen("127.0.0.1", 0) as socket:
@@ -118,12 +115,10 @@ async def test_what_on_stop_waits_for_is_part_of_the_time_to_drain() -> None:
 
 
 @pytest.mark.parametrize("drain_s", [10.0, 0.0])
-async def test_a_request_that_meets_the_closing_of_its_idle_connection_is_answered(
-    drain_s: float,
-) -> None:
+async def test_a_request_that_meets_the_closing_of_its_idle_connection_is_answered(drain_s):
     stops = asyncio.Event()
 
-    async def stop() -> None:
+    async def stop():
         stops.set()
 
     with listen("127.0.0.1", 0) as socket:
@@ -148,14 +143,12 @@ async def test_a_request_that_meets_the_closing_of_its_idle_connection_is_answer
     assert (b"connection: close" in last) == (drain_s > 0)
 
 
-async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_on_late_is_called_for_slow_responses_and_these_are_still_sent(caplog):
     late = asyncio.Event()
     app = FastAPI()
 
     @app.get("/stop")
-    async def stop() -> str:
+    async def stop():
         os.kill(os.getpid(), signal.SIGTERM)
         await late.wait()
         return "told to end"

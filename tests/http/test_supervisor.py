@@ -1,7 +1,5 @@
 """What runs beside a server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
@@ -19,12 +17,12 @@ class Failures(Table):
 class Task:
     """Fails `times` times, and then runs until it is told to end."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times):
         self.begun = 0
         self.runs, self.ends = asyncio.Event(), asyncio.Event()
         self._times = times
 
-    async def run(self) -> None:
+    async def run(self):
         self.begun += 1
         if self.begun <= self._times:
             raise RecursionError(f"number {self.begun}")
@@ -33,8 +31,8 @@ class Task:
 
 
 async def test_a_task_that_fails_is_logged_counted_and_begun_anew_until_it_returns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch, caplog
+):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     table, task = Failures(), Task(3)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -49,15 +47,13 @@ async def test_a_task_that_fails_is_logged_counted_and_begun_anew_until_it_retur
     ] * 3
 
 
-async def test_pauses_grow_up_to_the_longest_and_begin_anew_after_a_good_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_pauses_grow_up_to_the_longest_and_begin_anew_after_a_good_run(monkeypatch):
     now_s, pauses = 0.0, list[float]()
 
-    async def sleep(pause_s: float) -> None:
+    async def sleep(pause_s):
         pauses.append(pause_s)
 
-    async def run() -> None:
+    async def run():
         nonlocal now_s
         if len(pauses) == 8:
             now_s += supervisor.LONGEST_PAUSE_S
@@ -71,7 +67,7 @@ async def test_pauses_grow_up_to_the_longest_and_begin_anew_after_a_good_run(
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.5, 1.0]
 
 
-async def test_a_task_ends_when_it_is_cancelled() -> None:
+async def test_a_task_ends_when_it_is_cancelled():
     task = Task(0)
     supervising = asyncio.create_task(supervised("keys", task.run, Failures().failures))
     await task.runs.wait()
@@ -80,12 +76,10 @@ async def test_a_task_ends_when_it_is_cancelled() -> None:
         await supervising
 
 
-async def test_a_task_that_fails_as_it_is_cancelled_ends_all_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_task_that_fails_as_it_is_cancelled_ends_all_the_same(caplog):
     runs = asyncio.Event()
 
-    async def run() -> None:
+    async def run():
         assert not runs.is_set(), "it is begun anew"
         try:
             runs.set()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 
@@ -9,10 +7,10 @@ from app.core.errors import Crowded
 from app.http.turns import Turns
 
 
-async def test_a_place_is_waited_for_and_given_back() -> None:
+async def test_a_place_is_waited_for_and_given_back():
     turns, order = Turns(1, 10), list[str]()
 
-    async def call(holder: str) -> None:
+    async def call(holder):
         async with turns.place(holder):
             order.append(holder)
             await asyncio.sleep(0)
@@ -23,7 +21,7 @@ async def test_a_place_is_waited_for_and_given_back() -> None:
     turns._places.check()
 
 
-async def test_who_is_cancelled_leaves_nothing() -> None:
+async def test_who_is_cancelled_leaves_nothing():
     turns = Turns(1, 10)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(turns.place("a"))
@@ -40,7 +38,7 @@ async def test_who_is_cancelled_leaves_nothing() -> None:
         pass
 
 
-async def test_who_has_most_is_refused_when_too_many_wait() -> None:
+async def test_who_has_most_is_refused_when_too_many_wait():
     turns = Turns(1, 2)
     async with turns.place("a"):
         waiting = asyncio.create_task(turns.place("a").__aenter__())

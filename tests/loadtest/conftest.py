@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import orjson
@@ -50,10 +49,10 @@ class FakeCluster:
     """Completions wait for this event before their first token; set from the start."""
     url: str = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.hold.set()
 
-    def app(self) -> web.Application:
+    def app(self):
         app = web.Application(client_max_size=2**22)
         app.add_routes(
             [
@@ -66,7 +65,7 @@ class FakeCluster:
         )
         return app
 
-    async def _route(self, request: web.Request) -> web.Response:
+    async def _route(self, request):
         self._note(request)
         body = await request.read()
         status = self.route_script.popleft() if self.route_script else 200
@@ -88,13 +87,13 @@ class FakeCluster:
         }
         return web.json_response(choice)
 
-    async def _workers(self, request: web.Request) -> web.Response:
+    async def _workers(self, request):
         if self.speaks_nonsense:
             return web.Response(text="<html>")
         workers = [{"worker_id": name, "dp_rank": 0} for name in ("w2", "w1")]
         return web.json_response({"workers": workers})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request):
         self._note(request)
         self.prompts.append(await request.read())
         self.completing.set()
@@ -123,7 +122,7 @@ class FakeCluster:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _bookkeeping(self, request: web.Request) -> web.StreamResponse:
+    async def _bookkeeping(self, request):
         path = re.sub(r"(&ttft_ms)=\d{1,4}$", r"\1", request.path_qs)
         self.calls.append(f"{request.method} {path}")
         if self.body_delay_s:
@@ -135,18 +134,18 @@ class FakeCluster:
             return response
         return _refusal(503) if self.refuses_calls else web.Response(status=204)
 
-    def _note(self, request: web.Request) -> None:
+    def _note(self, request):
         self.calls.append(f"{request.method} {request.path}")
         self.queries.append(dict(request.query))
 
 
-def _refusal(status: int) -> web.Response:
+def _refusal(status):
     headers = {"Retry-After": "0"} if status == 429 else {}
     return web.json_response({"error": {"code": "scripted"}}, status=status, headers=headers)
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
+async def cluster():
     fake = FakeCluster()
     async with TestServer(fake.app()) as server:
         fake.url = str(server.make_url("")).rstrip("/")

@@ -1,9 +1,5 @@
 """The comparison of rules for a fleet's size."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import orjson
 import pytest
 from click.testing import CliRunner
@@ -12,7 +8,7 @@ from app.planner.rules.state import Rules
 from loadtest.autoscale import ScalingVariant, main
 
 
-def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
+def test_the_number_after_a_policy_is_what_it_is_set_to():
     usual = Rules()
     scaled = ScalingVariant("threshold:0.5").rules(usual)
     assert (scaled.prefill_queue_up, scaled.kv_load_down) == (0.25, 0.25)
@@ -21,9 +17,7 @@ def test_the_number_after_a_policy_is_what_it_is_set_to() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_figures(
-    tmp_path: Path,
-) -> None:
+def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_figures(tmp_path):
     args = ["--hours", "0.1", "--workers", "2", "--max-workers", "4", "--jobs", "2"]
     args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo", "--policy", "slo:0.9"]
     args += ["--victim", "unique_value", "--victim", "newest"]
@@ -41,7 +35,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
 
 
 @pytest.mark.slow
-def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
+def test_two_runs_give_the_same_figures(tmp_path):
     texts = []
     for name in ("one.json", "two.json"):
         args = ["--hours", "0.1", "--load", "0.3", "--policy", "slo", "--jobs", "1"]
@@ -51,7 +45,7 @@ def test_two_runs_give_the_same_figures(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) -> None:
+def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path):
     out = tmp_path / "out.json"
     options = ("--hours", "0.1", "--jobs", "1", "--load", "0.3", "--json", str(out))
     victims = ("--victim", "newest", "--victim", "unique_value")
@@ -64,7 +58,7 @@ def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path: Path) ->
     assert newest["changes"] > 0
 
 
-def test_a_curve_knows_no_roles() -> None:
+def test_a_curve_knows_no_roles():
     refused = CliRunner().invoke(main, ["--roles", "1p1d", "--policy", "curve:2"])
     assert refused.exit_code == 2
     assert "--roles: curve knows none" in refused.output

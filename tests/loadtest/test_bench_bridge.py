@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import pytest
 from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_bridge
 from loadtest.bench_bridge import measure
 
@@ -11,8 +8,8 @@ pytestmark = pytest.mark.slow
 
 
 async def test_an_agent_beside_an_engine_is_measured_and_leaves_no_blocks(
-    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_redis_server, monkeypatch
+):
     monkeypatch.setattr(bench_bridge, "IDLE_S", 0.5)
     monkeypatch.setattr(bench_bridge, "SEEN_CHAINS", 20)
     found = await measure(own_redis_server.url, chains=20)

@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 
-from app.local.redis_server import EmbeddedRedis
 from loadtest.bench_decision import CONCURRENCY, CURVE, measure, shapes, show
 
 pytestmark = pytest.mark.slow
 
 
-def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server: EmbeddedRedis) -> None:
+def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server):
     found = measure(own_redis_server.url, requests=64, rounds=1, replicas=(1, 2))
     assert list(found["one"]) == [shape.name for shape in shapes()]
     assert list(found["replicas"]) == list(CURVE)
@@ -27,7 +24,7 @@ def test_replicas_are_measured_alongside_a_bare_endpoint(own_redis_server: Embed
     assert "bare endpoint, token ids" in console.export_text()
 
 
-def test_cpu_times_too_short_to_measure_are_not_compared() -> None:
+def test_cpu_times_too_short_to_measure_are_not_compared():
     made = {"per_s": 9.0, "cpu_us": 0.0, "p50_ms": 1.0, "p99_ms": 1.0}
     console = Console(record=True, width=200)
     show({"one": {"a shape": {"1": made}}, "replicas": {}}, console)

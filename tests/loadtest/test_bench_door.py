@@ -1,21 +1,14 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import click
 import orjson
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from loadtest import bench_door
 from loadtest.bench_door import COMPARED, HERE, Chats, measure, measure_beside, shapes
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_door_is_measured_beside_a_proxy(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+def test_the_door_is_measured_beside_a_proxy(own_redis_server):
     # Fewer could take a process less than the hundredth of a second in which Linux counts.
     found = measure(own_redis_server.url, requests=500, rounds=1)
     assert list(found["cost"]) == [shape.name for shape in shapes()]
@@ -26,13 +19,13 @@ def test_the_door_is_measured_beside_a_proxy(
     assert 0 < found["tokenizing_seen_share"] < 1
 
 
-def test_prompts_have_the_sizes_that_are_said() -> None:
+def test_prompts_have_the_sizes_that_are_said():
     for shape, size in zip(shapes(), (800, 32_000, 800, 800, 32_000), strict=True):
         assert all(abs(len(body) - size) < 120 for body in shape.bodies)
         assert len(shape.bodies) == bench_door.NUM_PROMPTS
 
 
-def test_of_a_chat_all_but_the_last_turn_comes_again() -> None:
+def test_of_a_chat_all_but_the_last_turn_comes_again():
     chats = Chats(2_000)
     first, again = (orjson.loads(chats[3])["messages"] for _ in range(2))
     assert first[:-1] == again[:-1]
@@ -40,7 +33,7 @@ def test_of_a_chat_all_but_the_last_turn_comes_again() -> None:
     assert len(first) == bench_door.CHAT_TURNS
 
 
-def test_the_doors_of_two_checkouts_are_measured_in_turn() -> None:
+def test_the_doors_of_two_checkouts_are_measured_in_turn():
     found = measure_beside(HERE, None, requests=300, rounds=1)
     assert list(found) == list(COMPARED)
     for numbers in found.values():
@@ -48,7 +41,7 @@ def test_the_doors_of_two_checkouts_are_measured_in_turn() -> None:
         assert numbers["times"] == pytest.approx(numbers["here_us"] / numbers["other_us"])
 
 
-def test_a_checkout_that_cannot_register_a_worker_is_named(tmp_path: Path) -> None:
+def test_a_checkout_that_cannot_register_a_worker_is_named(tmp_path):
     (tmp_path / "loadtest").mkdir()
     (tmp_path / "loadtest/__init__.py").write_text("raise SystemExit('too old')")
     with pytest.raises(click.ClickException, match=f"{tmp_path} cannot .*: too old"):

@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import orjson
 import pytest
 from click.testing import CliRunner
@@ -13,7 +8,7 @@ from tests.e2e.engines import engine
 
 
 @pytest.mark.slow
-def test_conversations_reuse_what_engines_hold_with_either_policy(tmp_path: Path) -> None:
+def test_conversations_reuse_what_engines_hold_with_either_policy(tmp_path):
     file = tmp_path / "found.json"
     sizes = ["--conversations=4", "--turns=3", "--at-once=2", "--rounds=1", f"--json={file}"]
     with engine() as one, engine() as other:
@@ -36,12 +31,10 @@ def test_conversations_reuse_what_engines_hold_with_either_policy(tmp_path: Path
     ],
     ids=str,
 )
-def test_conversations_fill_what_the_engines_compute_on(
-    arguments: list[str], asked: Conversations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Conversations] = []
+def test_conversations_fill_what_the_engines_compute_on(arguments, asked, monkeypatch):
+    measured = []
 
-    def measure(urls: Any, given: Conversations, rounds: int) -> dict[str, Any]:
+    def measure(urls, given, rounds):
         measured.append(given)
         return {"policies": {}}
 
@@ -51,7 +44,7 @@ def test_conversations_fill_what_the_engines_compute_on(
     assert measured == [asked]
 
 
-def test_engines_are_needed() -> None:
+def test_engines_are_needed():
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 2
     assert "--engine-url" in result.output

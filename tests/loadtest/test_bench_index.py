@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -8,7 +6,6 @@ from click import ClickException
 from redis.asyncio import Redis
 
 from app.core.types import Incarnation, Tier, TierOverlap
-from app.local.redis_server import EmbeddedRedis
 from app.state import index
 from loadtest.bench_index import (
     AT_ONCE,
@@ -25,7 +22,7 @@ from loadtest.holders import check_found, hashes
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prompts_are_many_and_lie_in_the_index_as_chains_of_their_own(length: int) -> None:
+def test_prompts_are_many_and_lie_in_the_index_as_chains_of_their_own(length):
     rng = np.random.default_rng(1)
     chains = [hashes(rng, CHAIN) for _ in range(4)]
     stored = {c.block: c.leader for chain in chains for c in index.chain_changes(chain, Tier.HOST)}
@@ -41,7 +38,7 @@ def test_prompts_are_many_and_lie_in_the_index_as_chains_of_their_own(length: in
     assert [block in stored for block in half] == [n < length // 2 for n in range(length)]
 
 
-def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark() -> None:
+def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark():
     found = {Incarnation(1): TierOverlap(3, 2, 0), Incarnation(2): TierOverlap(4, 0, 0)}
     check_found([found, {}], [5, 0])
     for wrong, held in ((found, 6), (found, 4), ({}, 1), (None, 1)):
@@ -50,9 +47,7 @@ def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark() -> None:
 
 
 @pytest.mark.slow
-async def test_a_small_index_is_measured_and_leaves_no_keys(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_small_index_is_measured_and_leaves_no_keys(own_redis_server):
     found = await measure(
         own_redis_server.url, blocks=30_000, index_blocks=30_000, workers=4, queries=4, repeats=1
     )

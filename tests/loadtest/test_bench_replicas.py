@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -12,7 +10,7 @@ from tests.redis_servers import default_kind, require_redis
 pytestmark = pytest.mark.slow
 
 
-def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared() -> None:
+def test_a_short_replay_is_measured_for_each_number_of_replicas_and_compared():
     require_redis(default_kind())
     trace = read_trace(DEMO_TRACE).cut(requests=30)
     made = replay_each(trace, (1, 2), rounds=1, num_workers=2, load=3.0, speedup=30.0)

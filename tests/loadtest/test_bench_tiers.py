@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from click import ClickException
 from rich.console import Console
@@ -10,7 +6,7 @@ from loadtest.bench_tiers import PAIRS, measure, show
 from workers.kv.copies import Copies
 
 
-def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) -> None:
+def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path):
     result = measure([16, 256], mib=1, rounds=1, folder=tmp_path)
     assert len(result["pairs"]) == len(PAIRS) == 6
     for sizes in result["pairs"].values():
@@ -22,9 +18,7 @@ def test_every_pair_of_tiers_is_measured_alongside_a_plain_copy(tmp_path: Path) 
     assert console.export_text().count("device") >= 8
 
 
-def test_copies_that_bring_something_else_end_the_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_bring_something_else_end_the_benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr(Copies, "copy_blocks", lambda *args: len(args[3]))
     with pytest.raises(ClickException, match="copies from DEVICE to HOST are wrong"):
         measure([16], mib=1, rounds=1, folder=tmp_path)

@@ -1,7 +1,5 @@
 """Figures in terminals that are too narrow for them."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -16,7 +14,7 @@ FIGURES = [f"{at}.234567" for at in range(12)]
 
 @pytest.mark.parametrize("width", [40, 80, 400])
 @pytest.mark.parametrize("is_grouped", [True, False])
-def test_no_figure_is_cut(width: int, is_grouped: bool) -> None:
+def test_no_figure_is_cut(width, is_grouped):
     cells = Table("TTFT mean, s", *(f"policy_{at}" for at in range(12)))
     cells.add_row("whole request", *FIGURES)
     console = Console(file=io.StringIO(), width=width, record=True)

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import orjson
 import pytest
 from click.testing import CliRunner
@@ -13,14 +9,14 @@ from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import reference
 
 
-async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_prompt_tried_counts_too(monkeypatch):
     """Each prompt measures one tier, so three tiers take one prompt more than MAX_PROMPTS."""
     tiers = iter(demo_torch.TIERS)
 
-    async def held(*_: object) -> dict[str, int]:
+    async def held(*_):
         return {next(tiers): SIZES["cpu"].shared_tokens}
 
-    async def ttft_s(*_: object) -> list[float]:
+    async def ttft_s(*_):
         return [1.0]
 
     monkeypatch.setattr(demo_torch, "MAX_PROMPTS", 2)
@@ -31,7 +27,7 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path: Path) -> None:
+def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path):
     require_redis(default_kind())
     model = tmp_path / "model"
     reference(vocab_size=VOCABULARY, max_position_embeddings=4096).save_pretrained(model)

@@ -1,16 +1,12 @@
 """One request as an OpenAI client makes it, through a router to a simulated worker."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 import orjson
 import pytest
 from click.testing import CliRunner
 
 from app.cli import main
-from app.local.redis_server import EmbeddedRedis
 from loadtest.client import FailureKind, RequestError
 from loadtest.door_client import DoorClient
 from tests.door.conftest import replica, until_serving, worker_here
@@ -18,7 +14,7 @@ from tests.door.conftest import replica, until_serving, worker_here
 PROMPT = bytes(4 * 640)
 
 
-async def test_a_request_is_answered_by_one_call(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_request_is_answered_by_one_call(one_redis_server):
     url = one_redis_server.url
     async with worker_here(url, "a"), replica(url) as door:
         await until_serving(door, 1)
@@ -35,7 +31,7 @@ async def test_a_request_is_answered_by_one_call(one_redis_server: EmbeddedRedis
     assert first.sent_s <= first.first_token_s <= first.end_s
 
 
-async def test_a_cluster_without_models_is_told_at_once(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_cluster_without_models_is_told_at_once(one_redis_server):
     async with replica(one_redis_server.url) as door:
         with pytest.raises(RequestError, match="no model has a live worker") as caught:
             async with DoorClient(str(door.base_url)):
@@ -43,7 +39,7 @@ async def test_a_cluster_without_models_is_told_at_once(one_redis_server: Embedd
     assert caught.value.kind is FailureKind.UNAVAILABLE
 
 
-async def test_what_the_router_refuses_is_not_sent_again(one_redis_server: EmbeddedRedis) -> None:
+async def test_what_the_router_refuses_is_not_sent_again(one_redis_server):
     url = one_redis_server.url
     async with worker_here(url, "a"), replica(url, max_prompt_tokens=100) as door:
         await until_serving(door, 1)
@@ -52,9 +48,7 @@ async def test_what_the_router_refuses_is_not_sent_again(one_redis_server: Embed
     assert (outcome.failure, outcome.attempts) == (FailureKind.REFUSED, 1)
 
 
-async def test_a_trace_is_replayed_through_the_door(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_a_trace_is_replayed_through_the_door(one_redis_server, tmp_path):
     url = one_redis_server.url
     figures = tmp_path / "figures.json"
     async with worker_here(url, "a", block_size=64), replica(url) as door:
@@ -70,7 +64,7 @@ async def test_a_trace_is_replayed_through_the_door(
     assert found["decision_p50_ms"] is None
 
 
-def test_requests_of_the_openai_api_name_no_policy() -> None:
+def test_requests_of_the_openai_api_name_no_policy():
     done = CliRunner().invoke(main, ["replay", "--api", "openai", "--policy", "random"])
     assert done.exit_code == 2
     assert "the policy is that of the routers" in done.output

@@ -1,14 +1,10 @@
 """The command that plays rows and prints a table."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import orjson
 from click.testing import CliRunner
 
-from loadtest.experiment import Rows, experiment, option
+from loadtest.experiment import experiment, option
 
 COLUMNS = (
     ("share", "share", "{:.1%}"),
@@ -18,7 +14,7 @@ COLUMNS = (
 )
 
 
-def rows(scale: int) -> Rows:
+def rows(scale):
     return {
         "first": {"a | 1": lambda seed: {"share": 0.5, "seed": scale * seed}},
         "second": {
@@ -28,9 +24,7 @@ def rows(scale: int) -> Rows:
     }
 
 
-def test_figures_are_the_middle_of_the_seeds_and_absent_ones_leave_no_column(
-    tmp_path: Path,
-) -> None:
+def test_figures_are_the_middle_of_the_seeds_and_absent_ones_leave_no_column(tmp_path):
     main = experiment(rows, COLUMNS, option("--scale", 10), labels="one | two", middle=np.median)
     file = tmp_path / "f.json"
     ended = CliRunner().invoke(main, ["--seeds", "4", "--jobs", "2", "--json", str(file)])

@@ -1,27 +1,24 @@
-from __future__ import annotations
-
 import pytest
 
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting
-from loadtest.client import Outcome
 from loadtest.ideal import ideal
 from loadtest.traces import DEMO_TRACE, Session, Trace, read_trace
 from loadtest.virtual import Simulation, TracePrompts
 from tests.loadtest.test_virtual import open_loop, request
 
 
-def ttft_s(outcome: Outcome) -> float:
+def ttft_s(outcome):
     assert outcome.first_token_s is not None
     return outcome.first_token_s - outcome.arrival_s
 
 
-def request_s(outcome: Outcome) -> float:
+def request_s(outcome):
     assert outcome.end_s is not None
     return outcome.end_s - outcome.arrival_s
 
 
-def test_no_request_waits() -> None:
+def test_no_request_waits():
     trace = open_loop(
         *(request(i, blocks) for i, blocks in enumerate([(7, 8), (9,), (7, 8)])), every_s=0.0
     )
@@ -37,7 +34,7 @@ def test_no_request_waits() -> None:
     assert ttft_s(again) < ttft_s(first) / 4
 
 
-def test_the_memories_of_all_workers_are_one() -> None:
+def test_the_memories_of_all_workers_are_one():
     # Two prompts of 256,000 tokens, where a device and a host tier hold 400,000 each.
     a, b = range(250), range(250, 500)
     trace = open_loop(*(request(i, tuple(blocks)) for i, blocks in enumerate((a, b, a))), every_s=0)
@@ -49,7 +46,7 @@ def test_the_memories_of_all_workers_are_one() -> None:
     assert one < two == with_host == 256_000 - 256
 
 
-def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
+def test_the_worker_is_as_fast_as_the_fastest_profile():
     trace = open_loop(request(0, (1, 2)), every_s=0.0)
     slow, fast, either = (
         ideal(Setting(profiles=tuple(PROFILES[name] for name in names)), trace, TracePrompts(256))[
@@ -61,7 +58,7 @@ def test_the_worker_is_as_fast_as_the_fastest_profile() -> None:
 
 
 @pytest.mark.slow
-def test_no_policy_does_better_while_memory_suffices() -> None:
+def test_no_policy_does_better_while_memory_suffices():
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 300)
     setting = Setting(num_workers=16, host_pool_tokens=100_000)
     prompts = TracePrompts(setting.block_size)
@@ -75,7 +72,7 @@ def test_no_policy_does_better_while_memory_suffices() -> None:
             assert request_s(ours) >= request_s(bound)
 
 
-def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
+def test_a_turn_follows_the_answer_before_it_by_its_think_time():
     turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
     first, second = ideal(Setting(), Trace("made up", (Session(2.0, turns),)), TracePrompts(256))
     assert first.arrival_s == 2.0

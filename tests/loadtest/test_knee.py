@@ -1,21 +1,19 @@
 """How much load a policy bears."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.simulation.setting import Setting
 from loadtest.knee import highest, knee, limit
 from loadtest.scenario import Scenario, simulate
-from loadtest.traces import DEMO_TRACE, Trace, read_trace
+from loadtest.traces import DEMO_TRACE, read_trace
 
 
 @pytest.fixture(scope="module")
-def demo() -> Trace:
+def demo():
     return read_trace(DEMO_TRACE)
 
 
-def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
+def test_a_search_ends_just_below_the_highest_acceptable_load():
     for bound in (0.3, 1.0, 1.7, 13.0):
         assert bound / 1.02 <= highest(lambda load, bound=bound: load <= bound) <= bound
     assert highest(lambda _: False) == 0.0
@@ -23,16 +21,16 @@ def test_a_search_ends_just_below_the_highest_acceptable_load() -> None:
 
 
 @pytest.mark.slow
-def test_the_knee_and_the_limit_are_the_highest_loads_within_their_bounds(demo: Trace) -> None:
+def test_the_knee_and_the_limit_are_the_highest_loads_within_their_bounds(demo):
     scenario = Scenario(demo.cut(0.0, None, 150), Setting(num_workers=2))
 
-    def ttft(load: float) -> float:
+    def ttft(load):
         return simulate(scenario, "random", load)["ttft_mean_s"] or 0.0
 
     found = knee(scenario, "random")
     assert ttft(found) <= 3 * ttft(0.1) < ttft(found * 1.1)
 
-    def within_slo(load: float) -> float:
+    def within_slo(load):
         return float(simulate(scenario, "random", load, seed=1)["within_slo"])
 
     found = limit(scenario, "random", 0.8, seed=1)

@@ -1,7 +1,5 @@
 """The locustfile, run by locust in its own process because it patches the standard library."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys
@@ -9,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving, worker
 from tests.eventually import eventually
-from tests.loadtest.conftest import SENDS_AN_ERROR, FakeCluster
+from tests.loadtest.conftest import SENDS_AN_ERROR
 
 ROOT = Path(__file__).parents[2]
 ROWS = ("route", "ttft", "cached", "completion", "prefill_complete", "release")
 
 
-async def locust(url: str, *arguments: str) -> tuple[int, str, str]:
+async def locust(url, *arguments):
     """Exit code, output and log of a one-second run of two users."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py")),
@@ -32,9 +29,7 @@ async def locust(url: str, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
-    cluster: FakeCluster,
-) -> None:
+async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(cluster):
     cluster.cached_tokens = 100
     code, out, err = await locust(cluster.url, "Routed", "--policy", "random")
     assert code == 0, err
@@ -45,9 +40,7 @@ async def test_locust_drives_the_cluster_and_reports_hit_rate_and_ttft(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("user", ["Routed", "Chat"])
-async def test_locust_shows_a_key_where_routers_ask_for_one(
-    one_redis_server: EmbeddedRedis, user: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_locust_shows_a_key_where_routers_ask_for_one(one_redis_server, user, monkeypatch):
     url = one_redis_server.url
     with worker(url, "a", speedup=1000):
         async with replica(url, api_key="a-key-that-is-long-enough") as door:
@@ -63,9 +56,7 @@ async def test_locust_shows_a_key_where_routers_ask_for_one(
 
 
 @pytest.mark.slow
-async def test_locust_repeats_what_a_router_refuses_for_a_while_and_ends_with_0(
-    cluster: FakeCluster,
-) -> None:
+async def test_locust_repeats_what_a_router_refuses_for_a_while_and_ends_with_0(cluster):
     cluster.route_script.extend([503, 429, 502])
     code, out, err = await locust(cluster.url, "Routed", "-u", "1", "-t", "6s")
     assert code == 0, err
@@ -75,9 +66,7 @@ async def test_locust_repeats_what_a_router_refuses_for_a_while_and_ends_with_0(
     assert [query.get("retry") for query in tries] == [None, "true", "true", "true"]
 
 
-async def test_locust_releases_what_it_holds_when_it_is_stopped_in_mid_answer(
-    cluster: FakeCluster,
-) -> None:
+async def test_locust_releases_what_it_holds_when_it_is_stopped_in_mid_answer(cluster):
     cluster.hold.clear()
     code, out, err = await locust(
         cluster.url, "Routed", "-u", "9", "-r", "9", "--stop-timeout", "0"
@@ -89,9 +78,7 @@ async def test_locust_releases_what_it_holds_when_it_is_stopped_in_mid_answer(
 
 
 @pytest.mark.parametrize("user", [pytest.param("Routed", marks=pytest.mark.slow), "Chat"])
-async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(
-    one_redis_server: EmbeddedRedis, user: str
-) -> None:
+async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(one_redis_server, user):
     url = one_redis_server.url
     with worker(url, "a"):
         async with replica(url) as door:
@@ -101,7 +88,7 @@ async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(
             code, out, err = await locust(str(door.base_url).rstrip("/"), *options)
             assert code == 0, out + err
 
-            async def reserved() -> int:
+            async def reserved():
                 workers = (await door.get("/v1/workers")).json()["workers"]
                 return sum(worker["active_requests"] for worker in workers)
 
@@ -109,14 +96,14 @@ async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(
 
 
 @pytest.mark.slow
-async def test_locust_fails_when_the_cluster_refuses(cluster: FakeCluster) -> None:
+async def test_locust_fails_when_the_cluster_refuses(cluster):
     cluster.route_script.extend([503] * 100)
     code, _, _ = await locust(cluster.url, "Routed")
     assert code == 1
 
 
 @pytest.mark.slow
-async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: FakeCluster) -> None:
+async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster):
     cluster.worker_script.extend([SENDS_AN_ERROR] * 100)
     code, out, err = await locust(cluster.url, "Routed")
     assert code == 1
@@ -126,7 +113,7 @@ async def test_an_answer_that_begins_with_an_error_has_no_first_token(cluster: F
 
 
 @pytest.mark.slow
-async def test_chats_are_sent_as_an_openai_client_does(one_redis_server: EmbeddedRedis) -> None:
+async def test_chats_are_sent_as_an_openai_client_does(one_redis_server):
     url = one_redis_server.url
     with worker(url, "a", speedup=1000):
         async with replica(url) as door:

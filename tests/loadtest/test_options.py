@@ -1,14 +1,12 @@
 """Options that the commands of loadtest/ refuse before they measure anything."""
 
-from __future__ import annotations
-
 import signal
 from importlib import import_module
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from loadtest import autoscale, bench_replicas, bench_tiers, simulate
 from loadtest.command import Command, save
@@ -30,15 +28,13 @@ WITH_A_FILE = (
 COMMANDS = (*WITH_A_FILE, "demo_torch")
 
 
-def invoke(module: str, *arguments: str) -> Result:
-    command: click.Command = import_module(f"loadtest.{module}").main
+def invoke(module, *arguments):
+    command = import_module(f"loadtest.{module}").main
     return CliRunner().invoke(command, arguments)
 
 
 @pytest.mark.parametrize("module", WITH_A_FILE)
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    module: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(module, tmp_path):
     (tmp_path / "file").touch()
     inside_a_file = invoke(module, "--json", str(tmp_path / "file" / "out.json"))
     assert inside_a_file.output == f"Error: {tmp_path / 'file'}: File exists\n"
@@ -47,16 +43,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "is a directory" in a_folder.output
 
 
-def test_a_report_for_which_the_disk_has_no_room_is_named_in_one_line() -> None:
+def test_a_report_for_which_the_disk_has_no_room_is_named_in_one_line():
     @click.command(cls=Command)
-    def bench() -> None:
+    def bench():
         save({"figures": 1}, Path("/dev/full"))
 
     result = CliRunner().invoke(bench)
     assert (result.exit_code, result.output) == (1, "Error: /dev/full: No space left on device\n")
 
 
-def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
     refused = invoke("bench_tiers", "--folder", str(tmp_path / "none"))
     assert refused.exit_code == 2
     assert "does not exist" in refused.output
@@ -96,24 +92,24 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("simulate", "--trip-ms inf"),
     ],
 )
-def test_an_unusable_number_is_refused(module: str, arguments: str) -> None:
+def test_an_unusable_number_is_refused(module, arguments):
     option, _ = arguments.split()
     refused = invoke(module, *arguments.split())
     assert refused.exit_code == 2, refused.output
     assert f"Invalid value for '{option}'" in refused.output
 
 
-def test_a_cluster_without_a_scheme_is_refused() -> None:
+def test_a_cluster_without_a_scheme_is_refused():
     refused = CliRunner().invoke(replay, ["--url", "localhost:8080"])
     assert refused.exit_code == 2
     assert "'localhost:8080' is not the http:// or https:// base URL of a host" in refused.output
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up() -> None:
+def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up():
     cleaned_up = []
 
     @click.command(cls=Command)
-    def command() -> None:
+    def command():
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
@@ -124,7 +120,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does_and_lets_it_clean_up() -> None:
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_every_command_ends_that_way(module: str) -> None:
+def test_every_command_ends_that_way(module):
     assert isinstance(import_module(f"loadtest.{module}").main, Command)
 
 
@@ -142,9 +138,7 @@ def test_every_command_ends_that_way(module: str) -> None:
         (splits.main, "--link-gbit 100 --link-gbit 400 --link-gbit 100"),
     ],
 )
-def test_the_same_twice_is_refused_where_results_are_told_apart_by_it(
-    command: click.Command, arguments: str
-) -> None:
+def test_the_same_twice_is_refused_where_results_are_told_apart_by_it(command, arguments):
     refused = CliRunner().invoke(command, arguments)
     assert refused.exit_code == 2, refused.output
     assert " twice" in refused.output

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -9,7 +5,7 @@ from loadtest.reuse_multiples import main, reused_share, shared_tokens
 from loadtest.traces import Session, Trace, TraceRequest
 
 
-def test_only_whole_multiples_of_a_shared_prefix_are_reused() -> None:
+def test_only_whole_multiples_of_a_shared_prefix_are_reused():
     turns = (
         TraceRequest(0, 1_000, 1, (1, 2, 3), 256),
         TraceRequest(1, 1_300, 1, (1, 2, 3, 4, 5), 256),
@@ -24,7 +20,7 @@ def test_only_whole_multiples_of_a_shared_prefix_are_reused() -> None:
     assert reused_share(requests, 1024) == 0
 
 
-def test_the_command_shows_the_share_for_each_multiple(tmp_path: Path) -> None:
+def test_the_command_shows_the_share_for_each_multiple(tmp_path):
     file = tmp_path / "shares.json"
     done = CliRunner().invoke(main, ["--json", str(file), "--multiple", "256"])
     assert done.exit_code == 0

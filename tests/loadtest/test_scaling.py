@@ -1,16 +1,12 @@
 """A fleet that grows and shrinks in virtual time."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from app.core.roles import Role
 from app.planner.rules.state import Reason, Rules
 from app.simulation.profiles import Link
 from app.simulation.setting import Setting
-from loadtest.scaling import PlayedTrace, Scaled, Scaling
+from loadtest.scaling import Scaled, Scaling
 from loadtest.traces import Session, Trace, TraceRequest
 from loadtest.virtual import TracePrompts
 
@@ -18,12 +14,12 @@ END_S = 1200.0
 RULES = Rules(window_s=90.0, lead_s=30.0)
 
 
-def prompt(index: int, blocks: tuple[int, ...]) -> TraceRequest:
+def prompt(index, blocks):
     """Of 1,024 tokens for each of `blocks`, with an answer of 50."""
     return TraceRequest(index, 1024 * len(blocks), 50, blocks, 1024)
 
 
-def rush() -> Trace:
+def rush():
     """A prompt of 8,192 tokens, 0.75 s of prefill, every 5 s; from 300 s to 600 s two a second."""
     times = [*range(0, 300, 5), *(300 + i / 2 for i in range(600)), *range(600, 1200, 5)]
     return Trace(
@@ -35,21 +31,14 @@ def rush() -> Trace:
     )
 
 
-def play(
-    policy: str,
-    *,
-    trace: Trace | None = None,
-    num_workers: int = 1,
-    victim: str = "unique_value",
-    sizes: Callable[[float], int] | None = None,
-) -> PlayedTrace:
+def play(policy, *, trace=None, num_workers=1, victim="unique_value", sizes=None):
     scaling = Scaling(policy, RULES, victim, startup_s=30.0, sizes=sizes)
     setting = Setting(num_workers=num_workers)
     return Scaled(scaling, setting, "latency", TracePrompts(256), END_S).run(trace or rush())
 
 
 @pytest.mark.parametrize("policy", ["threshold", pytest.param("slo", marks=pytest.mark.slow)])
-def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy: str) -> None:
+def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy):
     played = play(policy)
     size = {proposal.at_s: proposal.desired for proposal in played.proposals}
     assert size[270.0] == 1
@@ -60,7 +49,7 @@ def test_each_policy_grows_in_a_rush_shrinks_after_it_and_loses_nothing(policy: 
 
 
 @pytest.mark.slow
-def test_two_pools_grow_in_a_rush_and_lose_nothing() -> None:
+def test_two_pools_grow_in_a_rush_and_lose_nothing():
     scaling = Scaling("slo", RULES, startup_s=30.0)
     roles = (Role.PREFILL, Role.DECODE)
     setting = Setting(num_workers=2, roles=roles, link=Link(12.5e9))
@@ -71,7 +60,7 @@ def test_two_pools_grow_in_a_rush_and_lose_nothing() -> None:
     assert [outcome.failure for outcome in played.outcomes if outcome.failure] == []
 
 
-def test_a_worker_costs_from_when_it_is_asked_for_until_it_has_left() -> None:
+def test_a_worker_costs_from_when_it_is_asked_for_until_it_has_left():
     idle = Trace("made up", (Session(0.0, (prompt(0, (1,)),)),))
     played = play("by hand", trace=idle, sizes=lambda at_s: 3 if 300 <= at_s < 600 else 2)
     # Two for 1,200 s, less what the second had not been asked for: from 30 s on.
@@ -80,7 +69,7 @@ def test_a_worker_costs_from_when_it_is_asked_for_until_it_has_left() -> None:
 
 
 @pytest.mark.slow
-def test_the_proposals_of_slo_say_what_they_predict() -> None:
+def test_the_proposals_of_slo_say_what_they_predict():
     played = play("slo")
     up = next(p for p in played.proposals if p.desired > p.size)
     assert up.reason is Reason.SLO_MISSED
@@ -93,7 +82,7 @@ def test_the_proposals_of_slo_say_what_they_predict() -> None:
         assert predicted[proposal.desired] >= RULES.slo.target
 
 
-def test_prefill_counts_as_recomputed_if_the_worker_that_left_would_have_spared_it() -> None:
+def test_prefill_counts_as_recomputed_if_the_worker_that_left_would_have_spared_it():
     """Two prompts at once go to two workers; the newest leaves, and both are asked again."""
     pair = [tuple(range(40)), tuple(range(100, 140))]
     sessions = [Session(0.001 * i, (prompt(i, blocks),)) for i, blocks in enumerate(pair)]
@@ -108,7 +97,7 @@ def test_prefill_counts_as_recomputed_if_the_worker_that_left_would_have_spared_
     assert lost.recomputed_s == pytest.approx(4.4, rel=0.1)
 
 
-def test_the_least_valuable_worker_leaves() -> None:
+def test_the_least_valuable_worker_leaves():
     """One prompt is asked again and again, others once: nothing that the other holds comes back."""
     again = [Session(20.0 * i, (prompt(i, tuple(range(40))),)) for i in range(40)]
     once = [

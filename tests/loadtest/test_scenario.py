@@ -1,7 +1,5 @@
 """A trace played once in virtual time, and its figures."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -13,11 +11,11 @@ from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 
 
 @pytest.fixture(scope="module")
-def demo() -> Trace:
+def demo():
     return read_trace(DEMO_TRACE)
 
 
-def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo: Trace) -> None:
+def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo):
     scenario = Scenario(demo.cut(0.0, None, 500), Setting())
     ttft = {}
     for policy in ("random", "blocks", "latency"):
@@ -30,10 +28,10 @@ def test_a_run_is_reproducible_and_ranks_the_policies_as_expected(demo: Trace) -
 
 
 @pytest.mark.slow
-def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) -> None:
+def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo):
     trace = demo.cut(0.0, None, 800)
 
-    def ttft(setting: Setting) -> float:
+    def ttft(setting):
         mean = simulate(Scenario(trace, setting), "latency", load=1.1)["ttft_mean_s"]
         assert mean is not None
         return mean
@@ -43,7 +41,7 @@ def test_sixteen_replicas_with_exact_state_decide_as_well_as_one(demo: Trace) ->
     assert ttft(Setting(replicas=16, sharing=Sharing.NONE)) > 1.5 * one
 
 
-def test_figures_that_no_request_has_are_absent(demo: Trace) -> None:
+def test_figures_that_no_request_has_are_absent(demo):
     at_once = simulate(Scenario(demo.cut(requests=1024), Setting(num_workers=1)), "random", 1e6)
     # The first 256 take all slots, and none is measured.
     assert at_once["failed"] == at_once["requests"] == 768
@@ -53,7 +51,7 @@ def test_figures_that_no_request_has_are_absent(demo: Trace) -> None:
     assert (alone["token_s"], alone["goodput_per_s"]) == (None, None)
 
 
-def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests() -> None:
+def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests():
     turns = tuple(TraceRequest(i, 512, 1, (1, 10 + i), 256) for i in range(2))
     closed = Trace("closed", (Session(0.0, turns), Session(8.0, turns)))
     assert [session.start_s for session in offered(closed, 2.0).sessions] == [0, 0, 8, 8]
@@ -62,8 +60,8 @@ def test_a_load_above_1_copies_sessions_but_only_compresses_single_requests() ->
     assert [session.start_s for session in offered(open_loop, 4.0).sessions] == [0, 2]
 
 
-def test_an_interrupted_comparison_does_not_wait_for_what_is_being_played() -> None:
-    def interrupted() -> None:
+def test_an_interrupted_comparison_does_not_wait_for_what_is_being_played():
+    def interrupted():
         with forked(1) as executor:
             executor.submit(time.sleep, 100)
             raise KeyboardInterrupt

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 from itertools import islice
@@ -12,14 +10,14 @@ from loadtest.servers import NUM_PROMPTS, Connection, Shape, names
 
 
 @pytest.mark.parametrize("connections", [1, 8, 32, 128])
-def test_no_two_connections_share_a_name_and_reservations_stay_constant(connections: int) -> None:
+def test_no_two_connections_share_a_name_and_reservations_stay_constant(connections):
     of_each = [set(islice(names(n, connections), 200)) for n in range(connections)]
     together = set[int]().union(*of_each)
     assert sum(map(len, of_each)) == len(together) == max(NUM_PROMPTS, connections)
 
 
-async def test_a_decision_made_without_redis_is_an_error() -> None:
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_decision_made_without_redis_is_an_error():
+    async def answer(_, writer):
         body = b'{"policy":"latency","degraded":true,"reserved":false}'
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         writer.close()
@@ -31,12 +29,10 @@ async def test_a_decision_made_without_redis_is_an_error() -> None:
         connection.close()
 
 
-async def test_a_connection_over_which_nothing_was_asked_ends_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_connection_over_which_nothing_was_asked_ends_without_a_word(caplog):
     ended = asyncio.Event()
 
-    async def hang_up(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+    async def hang_up(_, to):
         to.close()
         ended.set()
 

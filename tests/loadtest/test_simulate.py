@@ -1,10 +1,7 @@
 """The command that compares policies offline."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import orjson
 import pytest
@@ -14,11 +11,11 @@ from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.scenario import Scenario, simulate
 from loadtest.simulate import main
-from loadtest.traces import DEMO_TRACE, Trace, read_trace
+from loadtest.traces import DEMO_TRACE, read_trace
 
 
 @pytest.fixture(scope="module")
-def demo() -> Trace:
+def demo():
     return read_trace(DEMO_TRACE)
 
 
@@ -26,7 +23,7 @@ FEW = ("--requests", "20", "--workers", "2", "--jobs", "1")
 
 
 @pytest.mark.slow
-def test_there_is_a_table_for_each_load_with_a_row_for_each_policy(tmp_path: Path) -> None:
+def test_there_is_a_table_for_each_load_with_a_row_for_each_policy(tmp_path):
     args = ["--policy", "random", "--policy", "blocks:8", "--load", "0.5", "--load", "1"]
     file = tmp_path / "f.json"
     result = CliRunner().invoke(main, [*FEW, *args, "--seeds", "2", "--json", str(file)])
@@ -42,7 +39,7 @@ def test_there_is_a_table_for_each_load_with_a_row_for_each_policy(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_loads_played_by_default_are_shares_of_the_knee_of_the_last_policy() -> None:
+def test_the_loads_played_by_default_are_shares_of_the_knee_of_the_last_policy():
     result = CliRunner().invoke(main, [*FEW, "--policy", "random"])
     assert result.exit_code == 0, result.output
     knee, *loads = (float(x) for x in re.findall(r"([\d.]+)x the recorded rate", result.output))
@@ -52,7 +49,7 @@ def test_the_loads_played_by_default_are_shares_of_the_knee_of_the_last_policy()
     assert result.output.startswith("latency reaches its knee")
 
 
-def test_the_ideal_is_no_policy_with_a_knee_or_a_limit() -> None:
+def test_the_ideal_is_no_policy_with_a_knee_or_a_limit():
     both = ["--policy", "latency", "--policy", "ideal"]
     result = CliRunner().invoke(main, [*FEW, *both, "--limit", "0.9"])
     assert result.exit_code == 0, result.output
@@ -65,7 +62,7 @@ def test_the_ideal_is_no_policy_with_a_knee_or_a_limit() -> None:
 
 
 @pytest.mark.parametrize("name", ["lowest", "blocks:many", "latency:2"])
-def test_an_invalid_policy_is_refused_by_name(name: str) -> None:
+def test_an_invalid_policy_is_refused_by_name(name):
     result = CliRunner().invoke(main, ["--policy", name])
     assert result.exit_code == 2
     assert name in result.output
@@ -84,14 +81,14 @@ def test_an_invalid_policy_is_refused_by_name(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_trace_that_cannot_be_played_is_an_error_before_anything_is_played(
-    tmp_path: Path, line: str, arguments: list[str], message: str
-) -> None:
+    tmp_path, line, arguments, message
+):
     (tmp_path / "trace.jsonl").write_text(line)
     result = CliRunner().invoke(main, ["--trace", str(tmp_path / "trace.jsonl"), *arguments])
     assert (result.exit_code, result.output) == (1, f"Error: {message}\n")
 
 
-def test_roles_and_a_link_split_requests(demo: Trace) -> None:
+def test_roles_and_a_link_split_requests(demo):
     args = ["--requests", "60", "--policy", "latency", "--load", "1", "--jobs", "1"]
     args += ["--roles", "1p2d", "--link-gbit", "100", "--split-above", "2048"]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
@@ -113,7 +110,7 @@ def test_roles_and_a_link_split_requests(demo: Trace) -> None:
         (["--split-above", "2048"], "need --link-gbit"),
     ],
 )
-def test_bad_roles_are_named(args: list[str], message: str) -> None:
+def test_bad_roles_are_named(args, message):
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("\u2502", " ").split())

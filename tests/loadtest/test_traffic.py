@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -10,7 +8,7 @@ from loadtest.traffic import SESSIONS, TRAFFIC, lines, made_trace, main
 
 
 @pytest.mark.parametrize("name", [name for name in TRAFFIC if name != "short"])
-def test_each_kind_is_a_trace_of_requests_that_a_worker_can_hold(name: str) -> None:
+def test_each_kind_is_a_trace_of_requests_that_a_worker_can_hold(name):
     trace = made_trace(name)
     assert trace.num_requests >= 400
     for session in trace.sessions:
@@ -19,16 +17,16 @@ def test_each_kind_is_a_trace_of_requests_that_a_worker_can_hold(name: str) -> N
         assert len(turn.blocks) * turn.block_tokens <= turn.input_tokens
 
 
-def test_sub_agents_come_eight_at_once_on_a_prompt_of_their_own() -> None:
+def test_sub_agents_come_eight_at_once_on_a_prompt_of_their_own():
     trace = made_trace("sub-agents")
     together = Counter((session.start_s, session.turns[0].blocks) for session in trace.sessions)
     assert set(together.values()) == {8}
     assert len({blocks for _, blocks in together}) == len(together)
 
 
-def test_a_crowd_comes_within_two_seconds_on_a_prefix_of_its_own() -> None:
+def test_a_crowd_comes_within_two_seconds_on_a_prefix_of_its_own():
     trace = made_trace("crowd")
-    crowds: dict[int, list[float]] = {}
+    crowds = {}
     for session in trace.sessions:
         if session.turns[0].priority == "low":
             crowds.setdefault(session.turns[0].blocks[0], []).append(session.start_s)
@@ -37,7 +35,7 @@ def test_a_crowd_comes_within_two_seconds_on_a_prefix_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_each_turn_of_a_session_begins_with_the_last_one(name: str) -> None:
+def test_each_turn_of_a_session_begins_with_the_last_one(name):
     trace = made_trace(name)
     assert len(trace.sessions) == sum(kind.number for kind in SESSIONS[name])
     assert trace.num_requests > 2 * len(trace.sessions)
@@ -47,13 +45,13 @@ def test_each_turn_of_a_session_begins_with_the_last_one(name: str) -> None:
             assert after.blocks[:whole] == before.blocks[:whole]
 
 
-def test_sessions_share_their_system_prompt_and_nothing_else() -> None:
+def test_sessions_share_their_system_prompt_and_nothing_else():
     prompts = [set(session.turns[-1].blocks) for session in made_trace("mixed").sessions[:20]]
     shared = {len(one & other) for one in prompts for other in prompts if one is not other}
     assert shared <= {0, 2, 16}
 
 
 @pytest.mark.parametrize("name", ["crowd", "quiet"])
-def test_the_command_prints_the_same_trace_each_time(name: str) -> None:
+def test_the_command_prints_the_same_trace_each_time(name):
     printed = CliRunner().invoke(main, [name], catch_exceptions=False).output
     assert printed.encode() == b"".join(line + b"\n" for line in lines(name))

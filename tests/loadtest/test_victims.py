@@ -1,7 +1,5 @@
 """Ways to choose the worker that leaves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from app.planner.rules.state import FleetState, Phase, WorkerLoad, WorkerState
 from loadtest.victims import VICTIMS
 
 
-def worker(name: str, since_s: float, requests: float, value_s: float) -> WorkerState:
+def worker(name, since_s, requests, value_s):
     load = WorkerLoad(0.0, 0.0, 0.0, 0.0, requests)
     return WorkerState(name, Phase.LIVE, since_s, load, value_s)
 
@@ -29,6 +27,6 @@ FLEET = FleetState(
     ("name", "leaves"),
     [("unique_value", "c"), ("newest", "b"), ("least_loaded", "a"), ("random", "abc")],
 )
-def test_each_way_to_choose_a_victim(name: str, leaves: str) -> None:
+def test_each_way_to_choose_a_victim(name, leaves):
     rng = np.random.default_rng(0)
     assert {VICTIMS[name](FLEET, rng) for _ in range(50)} == set(leaves)

@@ -1,7 +1,5 @@
 """The fleet in virtual time: what decisions see, and when."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -17,21 +15,21 @@ from loadtest.virtual import Simulation
 SMALL = Setting(num_workers=4, seed=1)
 
 
-def request(index: int, blocks: tuple[int, ...], *, think_s: float = 0.0) -> TraceRequest:
+def request(index, blocks, *, think_s=0.0):
     """A prompt of 1,024 tokens for each of `blocks`, and 10 tokens of output."""
     return TraceRequest(index, 1024 * len(blocks), 10, blocks, 1024, think_s)
 
 
-def open_loop(*requests: TraceRequest, every_s: float) -> Trace:
+def open_loop(*requests, every_s):
     sessions = [Session(i * every_s, (one,)) for i, one in enumerate(requests)]
     return Trace("made up", tuple(sessions))
 
 
-def workers_of(trace: Trace, setting: Setting, policy: str = "latency") -> list[str | None]:
+def workers_of(trace, setting, policy="latency"):
     return [outcome.worker for outcome in Simulation(policy, setting).run(trace)]
 
 
-def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
+def test_a_prompt_goes_where_its_prefix_is_cached():
     # Far enough apart to find every worker idle, so that workers differ only in their caches.
     trace = open_loop(*(request(i, (7, 8, 9)) for i in range(6)), every_s=10.0)
     outcomes = Simulation("latency", SMALL).run(trace)
@@ -40,12 +38,12 @@ def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
     assert [outcome.cached_tokens for outcome in outcomes] == [0, *[11 * 256] * 5]
 
 
-def test_a_seed_moves_sessions_and_keeps_a_burst_of_them_together() -> None:
+def test_a_seed_moves_sessions_and_keeps_a_burst_of_them_together():
     bursts = [request(i, (i,)) for i in range(60)]
     starts = [100.0 * (i // 20) + 0.005 * (i % 20) for i in range(60)]
     trace = Trace("bursts", tuple(Session(s, (r,)) for s, r in zip(starts, bursts, strict=True)))
 
-    def shifts(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def shifts(seed):
         outcomes = Simulation("latency", Setting(seed=seed)).run(trace)
         return np.reshape([o.arrival_s for o in outcomes], (3, 20)) - np.reshape(starts, (3, 20))
 
@@ -55,7 +53,7 @@ def test_a_seed_moves_sessions_and_keeps_a_burst_of_them_together() -> None:
 
 
 @pytest.mark.parametrize("sharing", list(Sharing))
-def test_everything_reserved_is_released(sharing: Sharing) -> None:
+def test_everything_reserved_is_released(sharing):
     trace = read_trace(DEMO_TRACE).cut(0.0, None, 200)
     simulation = Simulation(
         "latency", Setting(num_workers=3, replicas=4, sharing=sharing, host_pool_tokens=100_000)
@@ -75,7 +73,7 @@ def test_everything_reserved_is_released(sharing: Sharing) -> None:
     assert made == ([50] * 4 if sharing is Sharing.NONE else [200] * 4)
 
 
-def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
+def test_a_turn_follows_the_answer_before_it_by_its_think_time():
     turns = (request(0, (1,)), request(1, (1, 2), think_s=5.0))
     trace = Trace("made up", (Session(2.0, turns),))
     setting = Setting(num_workers=2, profiles=(PROFILES["8b-1xh100"],))
@@ -86,13 +84,13 @@ def test_a_turn_follows_the_answer_before_it_by_its_think_time() -> None:
     assert second.cached_tokens == 1024
 
 
-def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker() -> None:
+def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker():
     """Each replica gets one request of the burst, whose prefix is cached on one worker."""
     first = Session(0.0, (request(0, (7, 8, 9, 10)),))
     burst = [Session(30.0, (request(i, (7, 8, 9, 10, 100 + i)),)) for i in range(1, 9)]
     trace = Trace("made up", (first, *burst))
 
-    def on_owner(sharing: Sharing) -> int:
+    def on_owner(sharing):
         setting = Setting(num_workers=4, replicas=8, sharing=sharing, sync_s=0.05)
         owner, *rest = workers_of(trace, setting)
         return rest.count(owner)
@@ -101,13 +99,13 @@ def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker() ->
     assert on_owner(Sharing.EXACT) < 8
 
 
-def test_each_replica_takes_its_own_turns_of_round_robin() -> None:
+def test_each_replica_takes_its_own_turns_of_round_robin():
     trace = open_loop(*(request(i, (i,)) for i in range(6)), every_s=10.0)
     workers = workers_of(trace, Setting(num_workers=3, replicas=2), "round_robin")
     assert workers == ["w0:0", "w0:0", "w1:0", "w1:0", "w2:0", "w2:0"]
 
 
-def test_replicas_with_exact_sharing_retry_if_another_reserved_first() -> None:
+def test_replicas_with_exact_sharing_retry_if_another_reserved_first():
     burst = open_loop(*(request(i, (i,)) for i in range(8)), every_s=0.0)
     simulation = Simulation("latency", Setting(num_workers=8, replicas=8))
     workers = [outcome.worker for outcome in simulation.run(burst)]
@@ -116,7 +114,7 @@ def test_replicas_with_exact_sharing_retry_if_another_reserved_first() -> None:
     assert max(outcome.attempts for outcome in simulation.outcomes) > 1
 
 
-def test_a_refusal_delays_only_later_requests_for_the_same_worker() -> None:
+def test_a_refusal_delays_only_later_requests_for_the_same_worker():
     # One replica has requests 0, 2, 4, the other 1, 3, 5. Each decides its first alone, both for
     # w0: the other's is refused. Then one decides the rest for w1, w2; the other for w1, w2, w0.
     burst = open_loop(*(request(i, (i,)) for i in range(6)), every_s=0.0)
@@ -127,10 +125,10 @@ def test_a_refusal_delays_only_later_requests_for_the_same_worker() -> None:
     assert simulation.fleet.conflicts == 3
 
 
-def test_blocks_count_only_after_their_events_have_arrived() -> None:
+def test_blocks_count_only_after_their_events_have_arrived():
     trace = open_loop(*(request(i, (7, 8, 9)) for i in range(2)), every_s=5.0)
 
-    def owners(event_delay_s: float) -> int:
+    def owners(event_delay_s):
         # Ties are broken at random: under some seed, a prefix not seen yet goes elsewhere.
         settings = [
             Setting(num_workers=4, event_delay_s=event_delay_s, seed=seed) for seed in range(8)
@@ -142,9 +140,7 @@ def test_blocks_count_only_after_their_events_have_arrived() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "every_s"), [(12, 0.4), (3, 0.1)])
-def test_what_is_computed_for_another_counts_where_that_takes_long(
-    num_blocks: int, every_s: float
-) -> None:
+def test_what_is_computed_for_another_counts_where_that_takes_long(num_blocks, every_s):
     # One worker begins with another prompt. The third request comes during both prefills.
     other, prompt = tuple(range(100, 100 + num_blocks)), tuple(range(num_blocks))
     trace = open_loop(request(0, other), request(1, prompt), request(2, prompt), every_s=every_s)
@@ -152,7 +148,7 @@ def test_what_is_computed_for_another_counts_where_that_takes_long(
     assert (second == third) == (num_blocks > 4)
 
 
-def test_blocks_in_the_host_tier_count_as_cached() -> None:
+def test_blocks_in_the_host_tier_count_as_cached():
     filler = [request(1 + i, tuple(range(100 * i, 100 * i + 60))) for i in range(1, 8)]
     trace = open_loop(request(0, (1, 2, 3)), *filler, request(99, (1, 2, 3)), every_s=60.0)
     kept = Setting(num_workers=1, host_pool_tokens=1_000_000)
@@ -162,7 +158,7 @@ def test_blocks_in_the_host_tier_count_as_cached() -> None:
     assert lost[-1].cached_tokens == 0
 
 
-def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> None:
+def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time():
     # A KV pool of 400k tokens, which the requests fill every 98 s.
     blocks = [tuple(range(100 * i, 100 * i + 4)) for i in range(300)]
     simulation = Simulation("latency", Setting(num_workers=1))
@@ -172,7 +168,7 @@ def test_decisions_see_how_long_evicted_blocks_were_idle_in_virtual_time() -> No
     assert seen.kv_idle_before_evict_s == pytest.approx(98, rel=0.05)
 
 
-def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_since() -> None:
+def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_since():
     trace = Trace("made up", (Session(0.0, (TraceRequest(0, 1024, 200, (1,), 1024),)),))
     (alone,) = Simulation("latency", Setting(num_workers=1)).run(trace)
     assert alone.end_s is not None
@@ -184,7 +180,7 @@ def test_metrics_are_as_old_as_their_interval_even_if_the_engine_only_decoded_si
     assert worker.metrics.request_active_slots == 1
 
 
-def test_a_request_that_finds_all_slots_taken_fails() -> None:
+def test_a_request_that_finds_all_slots_taken_fails():
     trace = open_loop(*(request(i, (i,)) for i in range(300)), every_s=0.0)
     outcomes = Simulation("random", Setting(num_workers=1)).run(trace)
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
@@ -192,8 +188,8 @@ def test_a_request_that_finds_all_slots_taken_fails() -> None:
     assert len(failed) == 300 - 256
 
 
-def test_books_follow_the_head_of_the_queue() -> None:
-    fleet: list[Books] = []
+def test_books_follow_the_head_of_the_queue():
+    fleet = []
     books = Books(fleet)
     fleet.append(books)
     for name, seconds in (("a", 2.0), ("b", 3.0)):
@@ -206,7 +202,7 @@ def test_books_follow_the_head_of_the_queue() -> None:
     assert (books.load.requests, books.load.blocks, books.load.prefill_tokens) == (1, 4, 100)
 
 
-def test_a_faster_worker_gets_more_requests_once_its_speed_is_learned() -> None:
+def test_a_faster_worker_gets_more_requests_once_its_speed_is_learned():
     trace = open_loop(*(request(i, tuple(range(8 * i, 8 * i + 8))) for i in range(240)), every_s=1)
     setting = Setting(num_workers=2, profiles=(USUAL, PROFILES["8b-1xh100"]))
     workers = workers_of(trace, setting)[120:]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ time.sleep(60)
 
 
 @LINUX_ONLY
-def test_a_child_ends_when_its_parent_is_killed() -> None:
+def test_a_child_ends_when_its_parent_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent, parent.stdout:
@@ -34,7 +32,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 
 @LINUX_ONLY
-def test_a_child_whose_parent_has_ended_already_does_not_start() -> None:
+def test_a_child_whose_parent_has_ended_already_does_not_start():
     with tempfile.TemporaryFile() as output:
         script = [sys.executable, "-c", "import sys; from app.local import with_parent as w;"]
         script[2] += "sys.argv = ['', '1', '/bin/echo', 'started']; w.main()"
@@ -43,7 +41,7 @@ def test_a_child_whose_parent_has_ended_already_does_not_start() -> None:
         assert output.read() == b""
 
 
-def test_a_child_is_the_program_itself_and_has_what_it_was_given() -> None:
+def test_a_child_is_the_program_itself_and_has_what_it_was_given():
     reader, writer = os.pipe()
     with tempfile.TemporaryFile() as output:
         command = f"kill -0 $$; echo $$ $GREETING; echo sent >/dev/fd/{writer}; echo wrong >&2"
@@ -61,7 +59,7 @@ def test_a_child_is_the_program_itself_and_has_what_it_was_given() -> None:
         assert pipe.read() == "sent\n"
 
 
-def test_ctrl_c_in_the_terminal_does_not_reach_a_child() -> None:
+def test_ctrl_c_in_the_terminal_does_not_reach_a_child():
     child = start_child(["/bin/sleep", "60"])
     assert os.getpgid(child.pid) == child.pid != os.getpgrp()
     child.send_signal(signal.SIGKILL)

@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from app.core.types import Incarnation, TierOverlap
-from tests.lua.conftest import NO_LOAD, A, B, C, Namespace
+from tests.lua.conftest import NO_LOAD, A, B, C
 
 
 @pytest.mark.oldest_too
-async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(
-    space: Namespace,
-) -> None:
+async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(space):
     old = await space.worker("a")
     await space.hold(old, [A, B, C])
     new = await space.worker("a", resync=True)
@@ -23,7 +19,7 @@ async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(
     assert not await space.renew(old)
 
 
-async def test_requests_in_flight_move_to_the_new_incarnation(space: Namespace) -> None:
+async def test_requests_in_flight_move_to_the_new_incarnation(space):
     old = await space.worker("a")
     await space.reserve(old, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(old, "r2", tokens=60, us=2000, blocks=4)
@@ -61,7 +57,7 @@ async def test_requests_in_flight_move_to_the_new_incarnation(space: Namespace) 
     assert load == replace(NO_LOAD, head_since_ms=load.head_since_ms, total=3)
 
 
-async def test_prefills_in_flight_keep_their_order(space: Namespace) -> None:
+async def test_prefills_in_flight_keep_their_order(space):
     old = await space.worker("a")
     requests = [f"r{n}" for n in range(10)]
     for request_id in requests:
@@ -72,9 +68,7 @@ async def test_prefills_in_flight_keep_their_order(space: Namespace) -> None:
     assert [request_id.decode() for request_id in queue] == requests
 
 
-async def test_a_request_reserved_again_on_another_worker_is_not_moved(
-    space: Namespace,
-) -> None:
+async def test_a_request_reserved_again_on_another_worker_is_not_moved(space):
     old, other = await space.worker("a"), await space.worker("b")
     await space.reserve(old, "r1")
     await space.redis.delete(space.key("reservations"), space.key("expiry"))
@@ -85,7 +79,7 @@ async def test_a_request_reserved_again_on_another_worker_is_not_moved(
     assert await space.get("reservations", "r1") == str(other)
 
 
-async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space: Namespace) -> None:
+async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space):
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
@@ -94,7 +88,7 @@ async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space: Name
     assert not await space.redis.exists(space.keys[f"requests:{old}"])
 
 
-async def test_a_repeated_switch_changes_nothing(space: Namespace) -> None:
+async def test_a_repeated_switch_changes_nothing(space):
     await space.worker("a")
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
@@ -104,14 +98,14 @@ async def test_a_repeated_switch_changes_nothing(space: Namespace) -> None:
     assert await space.contents() == before
 
 
-async def test_a_switch_by_another_process_is_refused(space: Namespace) -> None:
+async def test_a_switch_by_another_process_is_refused(space):
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
     assert not await space.activate("a", new, nonce="stranger")
     assert await space.get("current", "a:0") == str(old)
 
 
-async def test_a_retired_incarnation_cannot_be_activated(space: Namespace) -> None:
+async def test_a_retired_incarnation_cannot_be_activated(space):
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
     assert await space.retire("a", new)
@@ -119,7 +113,7 @@ async def test_a_retired_incarnation_cannot_be_activated(space: Namespace) -> No
     assert await space.get("current", "a:0") == str(old)
 
 
-async def test_a_staged_incarnation_cannot_replace_another_process(space: Namespace) -> None:
+async def test_a_staged_incarnation_cannot_replace_another_process(space):
     await space.worker("a")
     staged = await space.worker("a", resync=True)
     other = await space.worker("a", nonce="other")
@@ -127,7 +121,7 @@ async def test_a_staged_incarnation_cannot_replace_another_process(space: Namesp
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_a_new_process_inherits_no_requests(space: Namespace) -> None:
+async def test_a_new_process_inherits_no_requests(space):
     old = await space.worker("a", nonce="first")
     await space.reserve(old, "r1")
     new = await space.worker("a", nonce="second")
@@ -135,7 +129,7 @@ async def test_a_new_process_inherits_no_requests(space: Namespace) -> None:
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
 
-async def test_unreadable_requests_are_not_moved(space: Namespace) -> None:
+async def test_unreadable_requests_are_not_moved(space):
     old = await space.worker("a")
     for request_id in ("r1", "r2", "r3"):
         await space.reserve(old, request_id, tokens=100, us=5000, blocks=7)
@@ -152,7 +146,7 @@ async def test_unreadable_requests_are_not_moved(space: Namespace) -> None:
     }
 
 
-async def test_requests_left_under_a_reused_number_are_discarded(space: Namespace) -> None:
+async def test_requests_left_under_a_reused_number_are_discarded(space):
     """Redis lost everything else of an earlier incarnation and gave out its number again."""
     await space.worker("a")
     await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
@@ -162,9 +156,7 @@ async def test_requests_left_under_a_reused_number_are_discarded(space: Namespac
     assert (await space.load(Incarnation(2))) == NO_LOAD
 
 
-async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(
-    space: Namespace,
-) -> None:
+async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(space):
     old = await space.worker("a")
     await space.reserve(old, "r1")
     new = await space.worker("a", resync=True)
@@ -174,7 +166,7 @@ async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(
     assert (await space.load(new)).requests == 1
 
 
-async def test_an_incarnation_of_another_worker_in_current_is_not_retired(space: Namespace) -> None:
+async def test_an_incarnation_of_another_worker_in_current_is_not_retired(space):
     old, other = await space.worker("a"), await space.worker("b")
     new = await space.worker("a", resync=True)
     await space.redis.hset(space.key("current"), "a:0", str(other))

@@ -1,17 +1,14 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.keys import MODELS
 from app.state import models
-from tests.lua.conftest import Namespace
 
 
-async def announce(space: Namespace, namespace: str, *names: str) -> dict[str, str]:
+async def announce(space, namespace, *names):
     return await space.do(models.announce(namespace, names))
 
 
-async def age(space: Namespace, name: str, namespace: str, by_s: int) -> None:
+async def age(space, name, namespace, by_s):
     words = (await space.redis.hget(MODELS, name)).decode().split()
     at = words.index(namespace) + 1
     words[at] = str(int(words[at]) - by_s)
@@ -19,9 +16,7 @@ async def age(space: Namespace, name: str, namespace: str, by_s: int) -> None:
 
 
 @pytest.mark.oldest_too
-async def test_namespaces_claim_a_name_in_the_order_in_which_they_announce_it(
-    space: Namespace,
-) -> None:
+async def test_namespaces_claim_a_name_in_the_order_in_which_they_announce_it(space):
     assert await announce(space, "chat", "llama", "sql, an adapter") == {}
     assert await announce(space, "other", "llama", "own") == {"llama": "chat"}
     assert await announce(space, "third", "llama") == {"llama": "chat"}
@@ -36,7 +31,7 @@ async def test_namespaces_claim_a_name_in_the_order_in_which_they_announce_it(
     assert await models.directory(space.redis) == expected
 
 
-async def test_who_has_been_silent_for_long_comes_after_all_others(space: Namespace) -> None:
+async def test_who_has_been_silent_for_long_comes_after_all_others(space):
     await announce(space, "chat", "llama")
     await announce(space, "other", "llama")
     await age(space, "llama", "chat", models.GONE_S - 5)
@@ -48,9 +43,7 @@ async def test_who_has_been_silent_for_long_comes_after_all_others(space: Namesp
     assert (await models.directory(space.redis))["llama"] == ("other", "chat")
 
 
-async def test_a_claim_and_a_name_are_forgotten_a_day_after_they_were_last_announced(
-    space: Namespace,
-) -> None:
+async def test_a_claim_and_a_name_are_forgotten_a_day_after_they_were_last_announced(space):
     await announce(space, "chat", "llama", "stays")
     await announce(space, "other", "stays")
     await age(space, "llama", "chat", models.KEPT_S + 1)
@@ -59,9 +52,7 @@ async def test_a_claim_and_a_name_are_forgotten_a_day_after_they_were_last_annou
     assert await models.directory(space.redis) == {"stays": ("other",)}
 
 
-async def test_only_so_many_names_are_kept_and_claims_of_one(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_so_many_names_are_kept_and_claims_of_one(space, monkeypatch):
     monkeypatch.setattr(models, "MAX_MODELS", 2)
     monkeypatch.setattr(models, "MAX_NAMESPACES", 2)
     assert await announce(space, "chat", "a", "b", "c") == {"c": ""}
@@ -74,12 +65,12 @@ async def test_only_so_many_names_are_kept_and_claims_of_one(
     assert await models.directory(space.redis) == {"a": ("chat", "third"), "b": ("chat",)}
 
 
-async def test_the_list_goes_with_the_last_worker_that_announces_anything(space: Namespace) -> None:
+async def test_the_list_goes_with_the_last_worker_that_announces_anything(space):
     await announce(space, "chat", "llama")
     assert 0 < await space.redis.pttl(MODELS) <= 1000 * models.KEPT_S
 
 
-async def test_what_anybody_else_wrote_is_replaced(space: Namespace) -> None:
+async def test_what_anybody_else_wrote_is_replaced(space):
     await space.redis.hset(MODELS, mapping={"llama": "spoilt", "x": "", "y": "{a} 1", "z": "a 9 ?"})
     assert await models.directory(space.redis) == {"llama": ("spoilt",), "z": ("a",)}
     assert await announce(space, "chat", "llama") == {}

@@ -1,20 +1,15 @@
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import pytest
 
 from app.core.types import WorkerKey
 from app.state import leases
-from tests.lua.conftest import Namespace
 
 
-async def answers_again(space: Namespace, names: Iterable[str]) -> int:
+async def answers_again(space, names):
     return await space.do(leases.answers_again(space.keys, WorkerKey("a"), names))
 
 
 @pytest.mark.oldest_too
-async def test_a_worker_that_answers_again_is_left_alone_for_that_no_more(space: Namespace) -> None:
+async def test_a_worker_that_answers_again_is_left_alone_for_that_no_more(space):
     inc = await space.worker("a")
     until_ms = await space.now_ms() + 60_000
     names = ("lacks /tokenize", "lacks poems", "caller b")

@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import pytest
 
-from app.core.types import Incarnation, SequenceHash, Tier
+from app.core.types import Incarnation, SequenceHash
 from app.state import index
 from app.state.index import Change
-from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C, Namespace
+from tests.lua.conftest import DEVICE, DISK, HOST, A, B, C
 
 
 @pytest.mark.oldest_too
-async def test_a_batch_writes_owners_into_the_buckets_of_the_blocks_groups(
-    space: Namespace,
-) -> None:
+async def test_a_batch_writes_owners_into_the_buckets_of_the_blocks_groups(space):
     inc = await space.worker("a", bucket_bits=8)
     changes = [Change(A, DEVICE, A), Change(B, HOST, A), Change(C, DISK, C)]
     assert await space.do(index.apply(space.shard, inc, "nonce-a", 1, changes))
@@ -23,7 +19,7 @@ async def test_a_batch_writes_owners_into_the_buckets_of_the_blocks_groups(
     assert await space.redis.hgetall(space.key("blocks:cc")) == {b"c" * 16: b"1k"}
 
 
-def test_sixteen_blocks_of_a_chain_are_a_group() -> None:
+def test_sixteen_blocks_of_a_chain_are_a_group():
     chain = [SequenceHash(i) for i in range(100, 140)]
     changes = index.chain_changes(chain, DEVICE, start=14)
     assert [change.leader for change in changes] == [100] * 2 + [116] * 16 + [132] * 8
@@ -45,8 +41,8 @@ def test_sixteen_blocks_of_a_chain_are_a_group() -> None:
     ],
 )
 async def test_a_bucket_is_named_by_the_top_bits_of_the_hash_padded_with_zero_bits(
-    space: Namespace, bits: int, bucket: str
-) -> None:
+    space, bits, bucket
+):
     inc = await space.worker("a", bucket_bits=bits)
     blocks = [
         SequenceHash(0xF7F7_0123_4567_89AB),
@@ -59,13 +55,13 @@ async def test_a_bucket_is_named_by_the_top_bits_of_the_hash_padded_with_zero_bi
     assert {await space.owners(block, bits) for block in blocks} == {"1d"}
 
 
-async def test_small_hashes_keep_their_leading_zeros(space: Namespace) -> None:
+async def test_small_hashes_keep_their_leading_zeros(space):
     inc = await space.worker("a", bucket_bits=8)
     await space.apply(inc, 1, [(SequenceHash(0x2A), DEVICE)])
     assert await space.redis.hgetall(space.key("blocks:00")) == {b"000000000000002a": b"1d"}
 
 
-async def test_batches_are_applied_in_order(space: Namespace) -> None:
+async def test_batches_are_applied_in_order(space):
     inc = await space.worker("a")
     assert await space.apply(inc, 1, [(A, DEVICE)])
     assert await space.apply(inc, 2, [(B, DEVICE)])
@@ -75,7 +71,7 @@ async def test_batches_are_applied_in_order(space: Namespace) -> None:
     assert await space.owners(B) == "1d"
 
 
-async def test_a_repeated_batch_is_applied_once(space: Namespace) -> None:
+async def test_a_repeated_batch_is_applied_once(space):
     inc = await space.worker("a")
     await space.apply(inc, 1, [(A, DEVICE)])
     await space.apply(inc, 2, [(A, None), (B, DEVICE)])
@@ -83,7 +79,7 @@ async def test_a_repeated_batch_is_applied_once(space: Namespace) -> None:
     assert await space.owners(A) is None
 
 
-async def test_an_older_batch_that_arrives_again_is_not_applied(space: Namespace) -> None:
+async def test_an_older_batch_that_arrives_again_is_not_applied(space):
     inc = await space.worker("a")
     await space.apply(inc, 1, [(A, DEVICE)])
     await space.apply(inc, 2, [(A, None)])
@@ -94,33 +90,33 @@ async def test_an_older_batch_that_arrives_again_is_not_applied(space: Namespace
 
 
 @pytest.mark.parametrize("first", [2, 7])
-async def test_a_batch_after_a_missing_one_is_refused(space: Namespace, first: int) -> None:
+async def test_a_batch_after_a_missing_one_is_refused(space, first):
     inc = await space.worker("a")
     assert not await space.apply(inc, first, [(A, DEVICE)])
     assert await space.owners(A) is None
     assert await space.get("applied", inc) == "0 nonce-a"
 
 
-async def test_an_unknown_incarnation_may_not_write(space: Namespace) -> None:
+async def test_an_unknown_incarnation_may_not_write(space):
     await space.worker("a")
     assert not await space.apply(Incarnation(99), 1, [(A, DEVICE)], nonce="nonce-a")
     assert await space.owners(A) is None
 
 
-async def test_another_process_may_not_write_as_this_incarnation(space: Namespace) -> None:
+async def test_another_process_may_not_write_as_this_incarnation(space):
     inc = await space.worker("a")
     assert not await space.apply(inc, 1, [(A, DEVICE)], nonce="stranger")
     assert await space.owners(A) is None
 
 
-async def test_an_emptied_redis_takes_no_batch(space: Namespace) -> None:
+async def test_an_emptied_redis_takes_no_batch(space):
     inc = await space.worker("a")
     await space.redis.flushall()
     assert not await space.apply(inc, 1, [(A, DEVICE)])
     assert await space.redis.dbsize() == 0
 
 
-async def test_owners_are_in_ascending_order_whoever_published_first(space: Namespace) -> None:
+async def test_owners_are_in_ascending_order_whoever_published_first(space):
     workers = [await space.worker(f"w{i}") for i in range(12)]
     await space.hold(workers[8], [A])
     assert await space.owners(A) == "9d"
@@ -135,7 +131,7 @@ async def test_owners_are_in_ascending_order_whoever_published_first(space: Name
 
 
 @pytest.mark.parametrize("number", [1, 7, 99, 100, 555, 1003, 2001])
-async def test_an_owner_finds_its_place_among_a_thousand(space: Namespace, number: int) -> None:
+async def test_an_owner_finds_its_place_among_a_thousand(space, number):
     await space.worker("first")
     await space.redis.hset(space.key("meta"), "incarnations", number)
     inc = await space.worker("a")
@@ -150,7 +146,7 @@ async def test_an_owner_finds_its_place_among_a_thousand(space: Namespace, numbe
     assert await space.owners(A) == owners
 
 
-async def test_a_tier_moves_in_place(space: Namespace) -> None:
+async def test_a_tier_moves_in_place(space):
     workers = [await space.worker(f"w{i}") for i in range(11)]
     for inc in (workers[0], workers[1], workers[10]):
         await space.hold(inc, [A])
@@ -162,7 +158,7 @@ async def test_a_tier_moves_in_place(space: Namespace) -> None:
     assert await space.owners(A) == "1d2d11k"
 
 
-async def test_a_removal_leaves_the_other_owners(space: Namespace) -> None:
+async def test_a_removal_leaves_the_other_owners(space):
     workers = [await space.worker(f"w{i}") for i in range(11)]
     for inc in (workers[0], workers[1], workers[10]):
         await space.hold(inc, [A])
@@ -172,7 +168,7 @@ async def test_a_removal_leaves_the_other_owners(space: Namespace) -> None:
     assert await space.owners(A) == "2d"
 
 
-async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace) -> None:
+async def test_removal_by_the_last_owner_leaves_no_empty_field(space):
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     assert await space.apply(inc, 2, [(A, None)])
@@ -181,7 +177,7 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space: Namespace)
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_removing_unpublished_blocks_is_harmless(space: Namespace) -> None:
+async def test_removing_unpublished_blocks_is_harmless(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])
     space.set_chain([A, B])
@@ -190,7 +186,7 @@ async def test_removing_unpublished_blocks_is_harmless(space: Namespace) -> None
     assert await space.owners(B) is None
 
 
-async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> None:
+async def test_a_batch_may_be_larger_than_lua_can_unpack(space):
     inc = await space.worker("a", bucket_bits=8)
     blocks = [SequenceHash(i << 44) for i in range(10_000)]
     assert await space.apply(inc, 1, [(block, DEVICE) for block in blocks])
@@ -207,8 +203,8 @@ async def test_a_batch_may_be_larger_than_lua_can_unpack(space: Namespace) -> No
     ],
 )
 async def test_a_change_replaces_the_entry_of_its_incarnation_and_no_other(
-    space: Namespace, owners: str, moved: str, removed: str | None
-) -> None:
+    space, owners, moved, removed
+):
     inc = await space.worker("a")
     space.set_chain([A])
     for seq, (tier, expected) in enumerate([(HOST, moved), (None, removed)], 1):
@@ -218,14 +214,14 @@ async def test_a_change_replaces_the_entry_of_its_incarnation_and_no_other(
 
 
 @pytest.mark.parametrize("mark", ["spoilt", "", "7", "-1 nonce-a", "0 stranger", "x nonce-a"])
-async def test_an_invalid_mark_leads_to_a_resync(space: Namespace, mark: str) -> None:
+async def test_an_invalid_mark_leads_to_a_resync(space, mark):
     inc = await space.worker("a")
     await space.redis.hset(space.key("applied"), str(inc), mark)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
 
 
 @pytest.mark.parametrize("bits", ["spoilt", "", "0", "25", "1e1"])
-async def test_an_invalid_layout_leads_to_a_resync(space: Namespace, bits: str) -> None:
+async def test_an_invalid_layout_leads_to_a_resync(space, bits):
     inc = await space.worker("a")
     await space.redis.hset(space.key("shard"), "bucket_bits", bits)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
@@ -234,7 +230,7 @@ async def test_an_invalid_layout_leads_to_a_resync(space: Namespace, bits: str) 
     assert await space.apply(again, 1, [(A, DEVICE)])
 
 
-async def test_a_field_says_where_engines_go_on_before_its_owners(space: Namespace) -> None:
+async def test_a_field_says_where_engines_go_on_before_its_owners(space):
     a, b = await space.worker("a"), await space.worker("b")
     changes = [Change(A, DEVICE, A, 5), Change(B, DEVICE, A), Change(C, HOST, A, -33)]
     assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
@@ -245,13 +241,11 @@ async def test_a_field_says_where_engines_go_on_before_its_owners(space: Namespa
     assert owners == ["1-5,2-12 1d2d", "1d2d", "1=33,2-1 1h2d"]
 
 
-async def test_where_an_engine_goes_on_is_replaced_and_removed_with_its_owner(
-    space: Namespace,
-) -> None:
+async def test_where_an_engine_goes_on_is_replaced_and_removed_with_its_owner(space):
     incs = {name: await space.worker(name) for name in "ab"}
     seq = dict.fromkeys("ab", 0)
 
-    async def owners_after(name: str, tier: Tier | None, back: int) -> str | None:
+    async def owners_after(name, tier, back):
         seq[name] += 1
         change = Change(A, tier, A, back)
         nonce = f"nonce-{name}"

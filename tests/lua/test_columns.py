@@ -1,20 +1,15 @@
 """What callers know by what has changed is what a full read says, after whatever has happened."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from app.core.errors import NamespaceMissing
-from app.core.loads import Snapshot
-from app.core.types import Incarnation, WorkerKey
+from app.core.types import WorkerKey
 from app.state import columns, leases, reservations
 from app.state.columns import Columns
-from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace, info
+from tests.lua.conftest import LONG_MS, NO_LOAD, info
 
 FLEET = 40
 """Enough for changes to be told at all."""
@@ -24,11 +19,11 @@ REQUESTS = [f"r{n}" for n in range(60)]
 class Counted(Columns):
     """Counts the answers that told only what had changed, and those that were refused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.partial = self.refused = 0
 
-    def take(self, reply: Sequence[Any]) -> Snapshot | None:
+    def take(self, reply):
         taken = super().take(reply)
         self.partial += len(reply) > 5
         self.refused += taken is None
@@ -36,15 +31,15 @@ class Counted(Columns):
 
 
 @pytest.fixture(autouse=True)
-def _without_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_audits(monkeypatch):
     monkeypatch.setattr(columns, "AUDIT_S", math.inf)
 
 
-async def fleet(space: Namespace, size: int = FLEET) -> list[Incarnation]:
+async def fleet(space, size=FLEET):
     return [await space.worker(f"w{n}") for n in range(size)]
 
 
-async def look(space: Namespace, known: Columns) -> Snapshot:
+async def look(space, known):
     """As a router does: if the answer tells not enough, everything."""
     snapshot = await space.do(reservations.changes(space.keys, known))
     if snapshot is None:
@@ -53,7 +48,7 @@ async def look(space: Namespace, known: Columns) -> Snapshot:
     return snapshot
 
 
-async def assert_same(space: Namespace, *known: Columns) -> None:
+async def assert_same(space, *known):
     try:
         full = await space.loads()
     except NamespaceMissing:
@@ -76,13 +71,13 @@ async def assert_same(space: Namespace, *known: Columns) -> None:
 class World:
     """Everything that agents, routers, operators and failures do to a namespace."""
 
-    def __init__(self, space: Namespace, live: list[Incarnation], rng: random.Random) -> None:
+    def __init__(self, space, live, rng):
         self.space, self.rng = space, rng
         self.names = {inc: f"w{n}" for n, inc in enumerate(live)}
         self.number = FLEET
-        self.copy: dict[bytes, bytes] = {}
+        self.copy = {}
 
-    async def step(self) -> None:
+    async def step(self):
         usual = (self.reserve, self.prefill_complete, self.release, self.renew)
         seldom = (
             *(self.lapse, self.suspend, self.drain, self.register, self.retire, self.resync),
@@ -95,20 +90,20 @@ class World:
         if event in disasters and self.rng.random() < 0.5:
             await self.heartbeats()
 
-    def one(self) -> Incarnation:
+    def one(self):
         return self.rng.choice(list(self.names))
 
-    async def reserve(self) -> None:
+    async def reserve(self):
         for _ in range(self.rng.randrange(1, 6)):
             await self.space.reserve(self.one(), self.rng.choice(REQUESTS))
 
-    async def prefill_complete(self) -> None:
+    async def prefill_complete(self):
         await self.space.prefill_complete(self.rng.choice(REQUESTS))
 
-    async def release(self) -> None:
+    async def release(self):
         await self.space.release(self.rng.choice(REQUESTS))
 
-    async def renew(self, inc: Incarnation | None = None) -> None:
+    async def renew(self, inc=None):
         inc = inc or self.one()
         name = self.names[inc]
         call = leases.renew(
@@ -116,34 +111,34 @@ class World:
         )
         await self.space.do(call)
 
-    async def heartbeats(self) -> None:
+    async def heartbeats(self):
         for inc in self.names:
             await self.renew(inc)
 
-    async def lapse(self) -> None:
+    async def lapse(self):
         """The clock reaches the end of a lease."""
         now_ms = await self.space.now_ms()
         await self.space.redis.zadd(
             self.space.key("leases"), {str(self.one()): now_ms - 1}, xx=True
         )
 
-    async def suspend(self) -> None:
+    async def suspend(self):
         await self.space.suspend(self.rng.choice(REQUESTS))
 
-    async def drain(self) -> None:
+    async def drain(self):
         worker = WorkerKey(f"w{self.rng.randrange(FLEET)}")
         undo = self.rng.random() < 0.7
         await self.space.do(leases.drain(self.space.keys, worker, undo=undo))
 
-    async def register(self) -> None:
+    async def register(self):
         self.number += 1
         await self.begin(f"w{self.number}", None)
 
-    async def resync(self) -> None:
+    async def resync(self):
         previous = self.one()
         await self.begin(self.names[previous], previous)
 
-    async def begin(self, name: str, previous: Incarnation | None) -> None:
+    async def begin(self, name, previous):
         """It stays staged at times, and is refused where Redis has lost what went before."""
         keys, nonce = self.space.keys, f"nonce-{name}"
         call = leases.register(keys, info(name), nonce, ttl_ms=LONG_MS, previous=previous)
@@ -153,41 +148,41 @@ class World:
             key = WorkerKey(name)
             await self.space.do(leases.activate(keys, key, inc, nonce, previous=previous))
 
-    async def retire(self) -> None:
+    async def retire(self):
         inc = self.one()
         key = WorkerKey(self.names[inc])
         await self.space.do(leases.retire(self.space.keys, key, inc, f"nonce-{self.names[inc]}"))
 
-    async def expire(self) -> None:
+    async def expire(self):
         await self.space.backdate_expiry(*self.rng.sample(REQUESTS, 5))
         await self.space.expire()
 
-    async def lag_behind(self) -> None:
+    async def lag_behind(self):
         """A replica of Redis gets no writes from here on."""
         self.copy = {
             key: await self.space.redis.dump(key)
             async for key in self.space.redis.scan_iter(match="kvroute:*")
         }
 
-    async def fail_over(self) -> None:
+    async def fail_over(self):
         """That replica becomes the master: the last writes are lost."""
         if self.copy:
             await self.space.redis.flushall()
             for key, value in self.copy.items():
                 await self.space.redis.restore(key, 0, value)
 
-    async def lose_one(self) -> None:
+    async def lose_one(self):
         name, inc = self.rng.choice(["leases", "versions", "load"]), str(self.one())
         if name == "load":
             await self.space.redis.hdel(self.space.key(name), inc)
         else:
             await self.space.redis.zrem(self.space.key(name), inc)
 
-    async def lose_key(self) -> None:
+    async def lose_key(self):
         names = ["leases", "versions", "load", "meta"]
         await self.space.redis.delete(self.space.key(self.rng.choice(names)))
 
-    async def write_far_ahead(self) -> None:
+    async def write_far_ahead(self):
         """The clock of an earlier master was ahead, or a hand was at work."""
         ahead = self.rng.choice([1e9, 8.5e15])
         version = await self.space.now_ms() * 1000 + ahead
@@ -197,9 +192,7 @@ class World:
 @pytest.mark.parametrize(
     ("seed", "size"), [*((seed, FLEET) for seed in range(6)), (6, 8), (7, 8), (8, 3)]
 )
-async def test_after_any_history_what_is_known_equals_a_full_read(
-    space: Namespace, seed: int, size: int
-) -> None:
+async def test_after_any_history_what_is_known_equals_a_full_read(space, seed, size):
     """Small fleets are told everything each time."""
     rng = random.Random(seed)
     world = World(space, await fleet(space, size), rng)
@@ -210,7 +203,7 @@ async def test_after_any_history_what_is_known_equals_a_full_read(
     assert always.partial > 0 or size < FLEET
 
 
-async def test_only_what_changed_is_told(space: Namespace) -> None:
+async def test_only_what_changed_is_told(space):
     incs = await fleet(space)
     known = Counted()
     await look(space, known)
@@ -223,7 +216,7 @@ async def test_only_what_changed_is_told(space: Namespace) -> None:
     assert (known.partial, known.refused) == (1, 0)
 
 
-async def test_a_heartbeat_that_changes_nothing_changes_no_version(space: Namespace) -> None:
+async def test_a_heartbeat_that_changes_nothing_changes_no_version(space):
     incs = await fleet(space, 3)
     before = await space.redis.zrange(space.key("versions"), 0, -1, withscores=True)
     for inc in incs:
@@ -231,9 +224,7 @@ async def test_a_heartbeat_that_changes_nothing_changes_no_version(space: Namesp
     assert await space.redis.zrange(space.key("versions"), 0, -1, withscores=True) == before
 
 
-async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_a_lease(
-    space: Namespace,
-) -> None:
+async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_a_lease(space):
     incs = await fleet(space)
     await space.redis.zadd(space.key("leases"), {str(incs[0]): 1})
     await space.redis.zrem(space.key("versions"), str(incs[0]))
@@ -243,7 +234,7 @@ async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_
         await assert_same(space, known)
 
 
-async def test_a_lease_lapses_and_is_revived_without_a_version(space: Namespace) -> None:
+async def test_a_lease_lapses_and_is_revived_without_a_version(space):
     incs = await fleet(space)
     known = Counted()
     await look(space, known)
@@ -256,7 +247,7 @@ async def test_a_lease_lapses_and_is_revived_without_a_version(space: Namespace)
     assert (known.partial, known.refused) == (2, 0)
 
 
-async def test_workers_that_join_are_told_as_a_change(space: Namespace) -> None:
+async def test_workers_that_join_are_told_as_a_change(space):
     incs = await fleet(space)
     known = Counted()
     first = await look(space, known)
@@ -273,8 +264,8 @@ async def test_workers_that_join_are_told_as_a_change(space: Namespace) -> None:
 
 
 async def test_of_everything_that_is_read_again_only_what_is_new_counts_as_changed(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    space, monkeypatch
+):
     incs = await fleet(space)
     known = Columns()
     (await look(space, known)).changed.clear()
@@ -283,7 +274,7 @@ async def test_of_everything_that_is_read_again_only_what_is_new_counts_as_chang
     assert (await look(space, known)).changed == {b"%d" % incs[3]}
 
 
-async def test_a_refused_reservation_tells_what_changed_too(space: Namespace) -> None:
+async def test_a_refused_reservation_tells_what_changed_too(space):
     incs = await fleet(space)
     known = Counted()
     await look(space, known)
@@ -298,8 +289,8 @@ async def test_a_refused_reservation_tells_what_changed_too(space: Namespace) ->
 
 
 async def test_what_was_written_by_hand_is_seen_once_everything_is_asked_for_again(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    space, monkeypatch
+):
     incs = await fleet(space)
     known = Columns()
     await look(space, known)
@@ -309,13 +300,13 @@ async def test_what_was_written_by_hand_is_seen_once_everything_is_asked_for_aga
     assert (await look(space, known)).loads[incs[0]].prefill_tokens == 1
 
 
-async def raw_changes(space: Namespace, known: Columns) -> list[Any]:
+async def raw_changes(space, known):
     call = reservations.changes(space.keys, known)
-    reply: list[list[Any]] = await space.redis.evalsha(*call.words()[1:])
+    reply = await space.redis.evalsha(*call.words()[1:])
     return reply[0]
 
 
-async def test_versions_lost_with_a_failover_are_not_counted_to_again(space: Namespace) -> None:
+async def test_versions_lost_with_a_failover_are_not_counted_to_again(space):
     """Though the clock of the new master is behind them."""
     incs = await fleet(space)
     ahead = await space.now_ms() * 1000 + 60_000_000

@@ -1,21 +1,19 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.types import WorkerKey
 from app.core.verdicts import State
 from app.state import leases
-from tests.lua.conftest import A, Namespace
+from tests.lua.conftest import A
 
 W0 = WorkerKey("w0")
 
 
-async def drain(space: Namespace, key: WorkerKey = W0, *, undo: bool = False) -> int | None:
+async def drain(space, key=W0, *, undo=False):
     return await space.do(leases.drain(space.keys, key, undo=undo))
 
 
 @pytest.mark.oldest_too
-async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space: Namespace) -> None:
+async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space):
     first, other = await space.worker("w0"), await space.worker("w1")
     await space.hold(first, [A])
     await space.reserve(first, "r0")
@@ -36,14 +34,14 @@ async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space: Name
     assert first in found
 
 
-async def test_the_last_worker_drains_too(space: Namespace) -> None:
+async def test_the_last_worker_drains_too(space):
     last = await space.worker("w0")
     assert await drain(space) == 0
     assert await space.renew(last)
     assert not (await space.loads()).loads
 
 
-async def test_once_it_is_undone_the_next_renewal_brings_the_worker_back(space: Namespace) -> None:
+async def test_once_it_is_undone_the_next_renewal_brings_the_worker_back(space):
     first = await space.worker("w0")
     await space.reserve(first, "r0")
     await drain(space)
@@ -55,7 +53,7 @@ async def test_once_it_is_undone_the_next_renewal_brings_the_worker_back(space: 
     assert not snapshot.marks
 
 
-async def test_undoing_forgets_no_failures(space: Namespace) -> None:
+async def test_undoing_forgets_no_failures(space):
     first, _ = await space.worker("w0"), await space.worker("w1")
     await space.reserve(first, "r0")
     await space.suspend("r0")
@@ -63,9 +61,7 @@ async def test_undoing_forgets_no_failures(space: Namespace) -> None:
     assert (await space.loads()).marks[first].failed.count == 1
 
 
-async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not(space):
     first = await space.worker("w0")
     await space.reserve(first, "r0")
     await drain(space)
@@ -79,9 +75,7 @@ async def test_a_worker_that_resyncs_goes_on_draining_and_a_new_process_does_not
     assert list((await space.loads()).loads) == [new]
 
 
-async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(
-    space: Namespace,
-) -> None:
+async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(space):
     first, other = await space.worker("w0", ttl_ms=50), await space.worker("w1")
     await drain(space)
     assert await space.retire_lapsed() == 1
@@ -97,7 +91,7 @@ async def test_a_worker_stays_out_of_service_when_its_agent_was_frozen_for_long(
     assert list((await space.loads()).loads) == [other, again]
 
 
-async def test_a_worker_stays_out_of_service_when_redis_lost_its_data(space: Namespace) -> None:
+async def test_a_worker_stays_out_of_service_when_redis_lost_its_data(space):
     first = await space.worker("w0")
     await drain(space)
     await space.redis.delete(space.keys["verdicts"])
@@ -108,9 +102,7 @@ async def test_a_worker_stays_out_of_service_when_redis_lost_its_data(space: Nam
     assert list((await space.loads()).loads) == [first]
 
 
-async def test_a_worker_that_was_stopped_leaves_no_mark_and_one_that_was_killed_for_a_day(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_was_stopped_leaves_no_mark_and_one_that_was_killed_for_a_day(space):
     for name in ("w0", "w1", "w2"):
         inc = await space.worker(name)
         await drain(space, WorkerKey(name))
@@ -124,7 +116,7 @@ async def test_a_worker_that_was_stopped_leaves_no_mark_and_one_that_was_killed_
     assert await space.redis.hkeys(space.keys["verdicts"]) == [b"w2:0"]
 
 
-async def test_a_worker_that_nobody_runs_cannot_drain(space: Namespace) -> None:
+async def test_a_worker_that_nobody_runs_cannot_drain(space):
     await space.worker("w1")
     assert await drain(space) is None
     assert not (await space.loads()).marks

@@ -1,20 +1,17 @@
 """What scripts tell of what they did."""
 
-from __future__ import annotations
-
 from app.core.types import WorkerKey
 from app.state import events, leases, planner, replicas
-from tests.lua.conftest import Namespace
 
 A = WorkerKey("a")
 
 
-async def told(space: Namespace) -> list[tuple[str, str]]:
+async def told(space):
     found = await events.read(space.redis, space.keys, "", 100)
     return [(event.kind, event.subject) for event in reversed(found)]
 
 
-async def test_a_workers_life_is_told(space: Namespace) -> None:
+async def test_a_workers_life_is_told(space):
     inc = await space.worker("a")
     for undo in (False, False, True):
         await space.do(leases.drain(space.keys, A, undo=undo))
@@ -31,7 +28,7 @@ async def test_a_workers_life_is_told(space: Namespace) -> None:
     ]
 
 
-async def test_a_worker_that_fails_and_dies_is_told(space: Namespace) -> None:
+async def test_a_worker_that_fails_and_dies_is_told(space):
     inc = await space.worker("a")
     await space.worker("b")
     await space.reserve(inc, "r1")
@@ -44,16 +41,16 @@ async def test_a_worker_that_fails_and_dies_is_told(space: Namespace) -> None:
     ]
 
 
-async def test_a_proposal_is_told_if_it_is_another_one(space: Namespace) -> None:
+async def test_a_proposal_is_told_if_it_is_another_one(space):
     leader = await space.do(planner.lead(space.keys, "p", 60_000))
     for desired in (2, 2, 3):
-        shown: dict[str, str | int] = {"desired": desired, "reason": "queues"}
+        shown = {"desired": desired, "reason": "queues"}
         assert await space.do(planner.propose(space.keys, leader.token, {}, {}, shown))
     found = await events.read(space.redis, space.keys, "", 10)
     assert [e.text for e in found] == ["3 workers: queues", "2 workers: queues"]
 
 
-async def test_replicas_that_come_and_go_are_told(space: Namespace) -> None:
+async def test_replicas_that_come_and_go_are_told(space):
     await space.redis.hset(space.keys["replicas"], "old", "1 {}")
     for figures in ({}, {}, None, None):
         await space.do(replicas.beat(space.keys, "new", figures))
@@ -64,14 +61,14 @@ async def test_replicas_that_come_and_go_are_told(space: Namespace) -> None:
     ]
 
 
-async def test_what_happened_later_can_be_asked_for(space: Namespace) -> None:
+async def test_what_happened_later_can_be_asked_for(space):
     await space.do(events.record(space.keys, "redis_away", "r", "1"))
     [first] = await events.read(space.redis, space.keys, "", 10)
     await space.do(events.record(space.keys, "redis_away", "r", "2"))
     assert [e.text for e in await events.read(space.redis, space.keys, first.id, 10)] == ["2"]
 
 
-async def test_a_key_of_another_type_stops_nothing(space: Namespace) -> None:
+async def test_a_key_of_another_type_stops_nothing(space):
     await space.redis.set(space.keys["events"], "spoilt")
     inc = await space.worker("a")
     assert await space.do(leases.drain(space.keys, A)) == 0

@@ -1,14 +1,11 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.errors import RedisUnavailable
 from app.core.loads import Load
-from tests.lua.conftest import Namespace
 
 
 @pytest.mark.oldest_too
-async def test_an_expired_reservation_gives_everything_back(space: Namespace) -> None:
+async def test_an_expired_reservation_gives_everything_back(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
@@ -21,7 +18,7 @@ async def test_an_expired_reservation_gives_everything_back(space: Namespace) ->
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_reservation_stays_until_it_expires(space: Namespace) -> None:
+async def test_a_reservation_stays_until_it_expires(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r2")
     await space.reserve(inc, "r1", ttl_ms=1)
@@ -32,7 +29,7 @@ async def test_a_reservation_stays_until_it_expires(space: Namespace) -> None:
     assert await space.release("r2")
 
 
-async def test_no_more_than_the_limit_expire_in_one_step(space: Namespace) -> None:
+async def test_no_more_than_the_limit_expire_in_one_step(space):
     inc = await space.worker("a")
     requests = ["r0", "r1", "r2", "r3", "r4"]
     for request_id in requests:
@@ -47,7 +44,7 @@ async def test_no_more_than_the_limit_expire_in_one_step(space: Namespace) -> No
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Namespace) -> None:
+async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
@@ -58,9 +55,7 @@ async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space: Names
     assert not await space.redis.exists(space.keys["reservations"])
 
 
-async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(
-    space: Namespace,
-) -> None:
+async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(space):
     assert await space.expire() == 0
     # As good as one that cannot save to disk; either may refuse writes for as long as it runs.
     await space.redis.replicaof("127.0.0.1", 1)
@@ -71,9 +66,7 @@ async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(
         await space.redis.replicaof("NO", "ONE")
 
 
-async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(
-    space: Namespace,
-) -> None:
+async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(space):
     inc = await space.worker("a")
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)
@@ -86,7 +79,7 @@ async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(
     assert (await space.load(inc)).requests == 0
 
 
-async def test_what_is_left_of_a_request_ends_when_its_time_is_up(space: Namespace) -> None:
+async def test_what_is_left_of_a_request_ends_when_its_time_is_up(space):
     inc = await space.worker("a")
     for request_id in ("no record", "no reservation"):
         await space.reserve(inc, request_id)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -8,19 +6,11 @@ from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
 from app.state import reservations
 from app.state.reservations import CARRIED_MS, Extension, ExtensionOutcome
-from tests.lua.conftest import Namespace
 
 NEITHER, EXTENDED, AGAIN = ExtensionOutcome
 
 
-async def extend(
-    space: Namespace,
-    inc: Incarnation | None,
-    request_id: str = "r1",
-    attempt: str = "1000-aa",
-    *,
-    decoding: bool = False,
-) -> ExtensionOutcome:
+async def extend(space, inc, request_id="r1", attempt="1000-aa", *, decoding=False):
     promised = Reservation(request_id, 100, 5000, 7, attempt, carried=True)
     extension = Extension(f"{request_id}~{attempt[-2:]}", promised, inc, decoding)
     (outcome,) = await space.do(reservations.extend(space.keys, [extension]))
@@ -28,7 +18,7 @@ async def extend(
 
 
 @pytest.mark.oldest_too
-async def test_what_is_extended_lasts_on_and_counts_as_before(space: Namespace) -> None:
+async def test_what_is_extended_lasts_on_and_counts_as_before(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=500)
     load = await space.load(inc)
@@ -39,7 +29,7 @@ async def test_what_is_extended_lasts_on_and_counts_as_before(space: Namespace) 
     assert await space.load(inc) == load
 
 
-async def test_what_no_door_extends_any_more_ends_soon(space: Namespace) -> None:
+async def test_what_no_door_extends_any_more_ends_soon(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=600_000)
     assert await extend(space, inc) is EXTENDED
@@ -47,7 +37,7 @@ async def test_what_no_door_extends_any_more_ends_soon(space: Namespace) -> None
 
 
 @pytest.mark.parametrize("decoding", [False, True])
-async def test_what_expired_meanwhile_is_reserved_again(space: Namespace, decoding: bool) -> None:
+async def test_what_expired_meanwhile_is_reserved_again(space, decoding):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     if decoding:
@@ -65,9 +55,7 @@ async def test_what_expired_meanwhile_is_reserved_again(space: Namespace, decodi
 
 
 @pytest.mark.parametrize("state", ["computes", "computed", "hands on"])
-async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(
-    space: Namespace, state: str
-) -> None:
+async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(space, state):
     inc, other = await space.worker("a"), await space.worker("b")
     promised = Reservation("", 0 if state == "hands on" else 90, 4000, 7)
     source = Wish(other, promised, 256, seen_total=None)
@@ -80,7 +68,7 @@ async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(
     assert is_extended == (state != "computed")
 
 
-async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space: Namespace) -> None:
+async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space):
     await space.reserve(await space.worker("a"), "r1", attempt="1000-aa")
     await space.redis.flushall()
     assert await extend(space, Incarnation(1)) is NEITHER
@@ -89,7 +77,7 @@ async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space: N
     assert (await space.load(inc)).decoding == 1
 
 
-async def test_what_a_later_try_took_over_is_left_to_it(space: Namespace) -> None:
+async def test_what_a_later_try_took_over_is_left_to_it(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="2000-aa", ttl_ms=600_000)
@@ -100,7 +88,7 @@ async def test_what_a_later_try_took_over_is_left_to_it(space: Namespace) -> Non
     assert await space.expires_ms("expiry", "r1") == expires_ms
 
 
-async def test_another_request_with_the_same_id_is_not_extended(space: Namespace) -> None:
+async def test_another_request_with_the_same_id_is_not_extended(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-bb", ttl_ms=600_000)
     expires_ms = await space.expires_ms("expiry", "r1")
@@ -109,7 +97,7 @@ async def test_another_request_with_the_same_id_is_not_extended(space: Namespace
     assert (await space.load(inc)).requests == 2
 
 
-async def test_nothing_is_reserved_again_on_a_worker_that_is_gone(space: Namespace) -> None:
+async def test_nothing_is_reserved_again_on_a_worker_that_is_gone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.retire("a", inc)

@@ -1,54 +1,48 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from app.core.fetches import Fetch
-from app.core.types import Incarnation, WorkerKey
+from app.core.types import WorkerKey
 from app.core.verdicts import State
-from app.core.worker_report import WorkerInfo
 from app.state import leases
-from tests.lua.conftest import Namespace
 
 
-async def alive(space: Namespace, name: str, life: str = "1000.5") -> Incarnation:
+async def alive(space, name, life="1000.5"):
     """A worker whose engine says in which life it is."""
     inc = await space.worker(name)
     await lives(space, inc, life)
     return inc
 
 
-async def lives(space: Namespace, inc: Incarnation, life: str) -> None:
+async def lives(space, inc, life):
     space.infos[inc] = replace(space.infos[inc], engine_life=life)
     assert await space.renew(inc)
 
 
-async def outstanding(
-    space: Namespace, info: WorkerInfo, left_ms: int = -1, source: str = "b", attempt: str = "1-f"
-) -> None:
+async def outstanding(space, info, left_ms=-1, source="b", attempt="1-f"):
     """A worker is to fetch from a source, whose lease ends then."""
     fetch = Fetch(WorkerKey(source), info.key, "500.5", info.engine_life, 0)
     await space.redis.zadd(space.keys["fetches"], {attempt: await space.now_ms() + left_ms})
     await space.redis.hset(space.keys["fetching"], attempt, fetch.record())
 
 
-async def late(space: Namespace, source: str = "b") -> list[str]:
+async def late(space, source="b"):
     return await space.do(leases.fetched_late(space.keys, WorkerKey(source)))
 
 
-async def taint(space: Namespace, info: WorkerInfo) -> bool:
+async def taint(space, info):
     await outstanding(space, info)
     return bool(await late(space))
 
 
-async def marked(space: Namespace) -> list[str]:
+async def marked(space):
     records = await space.redis.hgetall(space.keys["verdicts"])
     return [name.decode() for name, text in records.items() if b"tainted" in text]
 
 
 @pytest.mark.oldest_too
-async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space: Namespace) -> None:
+async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space):
     inc = await alive(space, "a")
     await space.reserve(inc, "r0")
     assert await taint(space, space.infos[inc])
@@ -68,9 +62,7 @@ async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space: Namespace)
     assert await space.release("r0")
 
 
-async def test_all_targets_of_a_source_that_may_have_fetched_late_are_tainted_and_no_other(
-    space: Namespace,
-) -> None:
+async def test_all_targets_of_a_source_that_may_have_fetched_late_are_tainted_and_no_other(space):
     a, c, d, e = [space.infos[await alive(space, name)] for name in "acde"]
     await outstanding(space, a, attempt="1-a")
     await outstanding(space, c, -5000, attempt="1-c")
@@ -82,7 +74,7 @@ async def test_all_targets_of_a_source_that_may_have_fetched_late_are_tainted_an
 
 
 @pytest.mark.parametrize("text", [None, "b:0 a:0", "b:0 a:0 - - - -"])
-async def test_a_damaged_record_taints_nobody(space: Namespace, text: str | None) -> None:
+async def test_a_damaged_record_taints_nobody(space, text):
     await alive(space, "a")
     await space.redis.zadd(space.keys["fetches"], {"1-f": 1})
     if text is not None:
@@ -91,7 +83,7 @@ async def test_a_damaged_record_taints_nobody(space: Namespace, text: str | None
     assert (await space.loads()).fetches == []
 
 
-async def test_its_agent_hears_of_it_with_the_next_renewal(space: Namespace) -> None:
+async def test_its_agent_hears_of_it_with_the_next_renewal(space):
     inc = await alive(space, "a")
     await taint(space, space.infos[inc])
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=1000)
@@ -99,9 +91,7 @@ async def test_its_agent_hears_of_it_with_the_next_renewal(space: Namespace) -> 
 
 
 @pytest.mark.parametrize("life", ["2000.5", "1000.5+7"])
-async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(
-    space: Namespace, life: str
-) -> None:
+async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(space, life):
     inc = await alive(space, "a")
     await taint(space, space.infos[inc])
     await lives(space, inc, life)
@@ -109,9 +99,7 @@ async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(
     assert await marked(space) == []
 
 
-async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(
-    space: Namespace,
-) -> None:
+async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(space):
     inc = await alive(space, "a")
     await taint(space, space.infos[inc])
     resynced = (await space.register("a", resync=True)).incarnation
@@ -127,7 +115,7 @@ async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back
     assert not (await space.loads()).loads
 
 
-async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space: Namespace) -> None:
+async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space):
     inc = await alive(space, "a")
     await taint(space, space.infos[inc])
     await space.redis.zadd(space.keys["leases"], {str(inc): await space.now_ms() - 10_000})
@@ -135,7 +123,7 @@ async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space:
     assert not (await space.loads()).loads
 
 
-async def test_an_engine_that_does_not_tell_its_life_stays_out(space: Namespace) -> None:
+async def test_an_engine_that_does_not_tell_its_life_stays_out(space):
     inc = await space.worker("a")
     assert await taint(space, space.infos[inc])
     assert await space.renew(inc)
@@ -144,7 +132,7 @@ async def test_an_engine_that_does_not_tell_its_life_stays_out(space: Namespace)
     assert list((await space.loads()).loads) == [inc]
 
 
-async def test_what_was_given_to_an_engine_taints_that_process_alone(space: Namespace) -> None:
+async def test_what_was_given_to_an_engine_taints_that_process_alone(space):
     inc = await alive(space, "a")
     before = space.infos[inc]
     await lives(space, inc, "2000.5")
@@ -160,7 +148,7 @@ async def test_what_was_given_to_an_engine_taints_that_process_alone(space: Name
     assert list((await space.loads()).loads) == [inc]
 
 
-async def test_an_agent_restores_what_redis_has_lost_of_it(space: Namespace) -> None:
+async def test_an_agent_restores_what_redis_has_lost_of_it(space):
     inc = await alive(space, "a")
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=60_000, tainted=True)
     assert (await space.do(call)).tainted
@@ -168,7 +156,7 @@ async def test_an_agent_restores_what_redis_has_lost_of_it(space: Namespace) -> 
     assert await marked(space) == ["a:0"]
 
 
-async def test_marks_of_workers_that_are_gone_are_dropped_after_a_day(space: Namespace) -> None:
+async def test_marks_of_workers_that_are_gone_are_dropped_after_a_day(space):
     since_ms = await space.now_ms() - 2 * 86_400_000
     for name in ("gone", "here"):
         tainted = {"since_ms": since_ms, "life": "1000.5"}
@@ -178,9 +166,7 @@ async def test_marks_of_workers_that_are_gone_are_dropped_after_a_day(space: Nam
     assert await marked(space) == ["here:0"]
 
 
-async def test_tainted_workers_do_not_count_among_those_that_may_be_suspended(
-    space: Namespace,
-) -> None:
+async def test_tainted_workers_do_not_count_among_those_that_may_be_suspended(space):
     a, b, c = [await alive(space, name) for name in "abc"]
     await taint(space, space.infos[a])
     await space.reserve(b, "r0")

@@ -1,9 +1,5 @@
 """What still works once the memory of Redis is full."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
-
 import pytest
 
 from app.core.errors import RedisFull
@@ -11,14 +7,14 @@ from app.core.types import Incarnation
 from app.state import decisions, index, planner
 from app.state.index import Change
 from app.state.predictions import PredictionSettings
-from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, Namespace, ticket
+from tests.lua.conftest import DEVICE, HOST, LONG_MS, A, B, C, ticket
 from tests.state.test_decisions import record
 
 MINUTE = PredictionSettings(lifetime_s=60, max_entries=100)
 
 
 @pytest.fixture
-async def full(space: Namespace) -> AsyncIterator[Namespace]:
+async def full(space):
     """A Redis whose memory is full, with a worker that holds a chain and has a request."""
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
@@ -29,7 +25,7 @@ async def full(space: Namespace) -> AsyncIterator[Namespace]:
     await space.redis.config_set("maxmemory", 0)
 
 
-async def test_a_batch_with_new_blocks_is_refused_as_a_whole(full: Namespace) -> None:
+async def test_a_batch_with_new_blocks_is_refused_as_a_whole(full):
     inc = Incarnation(1)
     before = await full.contents()
     with pytest.raises(RedisFull, match=r"apply: .*maxmemory"):
@@ -39,7 +35,7 @@ async def test_a_batch_with_new_blocks_is_refused_as_a_whole(full: Namespace) ->
         await full.predict(inc, [A] * 20, MINUTE)
 
 
-async def test_a_batch_that_adds_no_entries_is_applied(full: Namespace) -> None:
+async def test_a_batch_that_adds_no_entries_is_applied(full):
     changes = [Change(B, None, A), Change(A, HOST, A)]
     assert await full.do(
         index.apply(full.shard, Incarnation(1), "nonce-a", 2, changes, essential=True)
@@ -48,7 +44,7 @@ async def test_a_batch_that_adds_no_entries_is_applied(full: Namespace) -> None:
     assert await full.owners(B) is None
 
 
-async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
+async def test_workers_and_requests_still_come_and_go(full):
     inc = Incarnation(1)
     await full.redis.zrem(full.key("leases"), str(inc))
     assert await full.retire_lapsed(grace_ms=LONG_MS) == 0
@@ -66,7 +62,7 @@ async def test_workers_and_requests_still_come_and_go(full: Namespace) -> None:
     assert await full.owners(A) is None
 
 
-async def test_no_decision_is_recorded_but_earlier_ones_stay(full: Namespace) -> None:
+async def test_no_decision_is_recorded_but_earlier_ones_stay(full):
     one = decisions.record(full.keys, record("r1", [A]), kept=100)
     await full.redis.config_set("maxmemory", 0)
     assert await full.do(one)
@@ -76,14 +72,12 @@ async def test_no_decision_is_recorded_but_earlier_ones_stay(full: Namespace) ->
     assert await full.redis.xlen(full.key("decisions")) == 1
 
 
-async def test_a_planner_still_leads_and_proposes(full: Namespace) -> None:
+async def test_a_planner_still_leads_and_proposes(full):
     token = (await full.do(planner.lead(full.keys, "a", LONG_MS))).token
     assert await full.do(planner.propose(full.keys, token, {"known": []}, {"desired": 1}))
 
 
-async def test_requests_still_wait_and_have_turns_but_sessions_are_not_remembered(
-    full: Namespace,
-) -> None:
+async def test_requests_still_wait_and_have_turns_but_sessions_are_not_remembered(full):
     one, two = ticket("normal:a", "x", 1), ticket("normal:b", "x", 2)
     assert await full.wait("x", one, two) == 2
     assert await full.turns("x", 1) == [one.name]

@@ -1,30 +1,26 @@
 """First tokens that come late: lua/lib/late.lua, by the two scripts that hear of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.core.verdicts import LATE, parse_marks
 from app.state import reservations
 from app.state.reservations import PrefillComplete, Release
-from tests.lua.conftest import LONG_MS, Namespace
+from tests.lua.conftest import LONG_MS
 
 
-async def late_ms(space: Namespace) -> int | None:
+async def late_ms(space):
     """How late first tokens of `a:0` come, as its record has it; None: it has none."""
     text = await space.redis.hget(space.keys["verdicts"], "a:0")
     mark = parse_marks(text).get(LATE) if text else None
     return None if mark is None else mark.late_ms
 
 
-async def told(space: Namespace, request_id: str, late_ms: int | None) -> None:
+async def told(space, request_id, late_ms):
     one = PrefillComplete(request_id, LONG_MS, late_ms=late_ms)
     await space.do(reservations.prefill_complete(space.keys, [one]))
 
 
-async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(
-    space: Namespace,
-) -> None:
+async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(space):
     inc = await space.worker("a")
     seen = []
     for number, late in enumerate((0, None, 8000, 8000, None, 0, 0, 0, 0, 0, 0)):
@@ -37,7 +33,7 @@ async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(
     assert seen[-1] is None
 
 
-async def test_one_told_with_the_end_counts_once(space: Namespace) -> None:
+async def test_one_told_with_the_end_counts_once(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await told(space, "r1", 1000)

@@ -1,20 +1,17 @@
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
 from app.state import planner
 from app.state.planner import Leadership
-from tests.lua.conftest import Namespace
 
 
-async def lead(space: Namespace, holder: str, ttl_ms: int = 60_000) -> Leadership:
+async def lead(space, holder, ttl_ms=60_000):
     return await space.do(planner.lead(space.keys, holder, ttl_ms))
 
 
 @pytest.mark.oldest_too
-async def test_one_leads_until_its_lease_ends_or_it_leaves(space: Namespace) -> None:
+async def test_one_leads_until_its_lease_ends_or_it_leaves(space):
     first = await lead(space, "a")
     assert await lead(space, "b") == Leadership(0, {}, "a")
     assert await lead(space, "a") == first
@@ -22,9 +19,7 @@ async def test_one_leads_until_its_lease_ends_or_it_leaves(space: Namespace) -> 
     assert (await lead(space, "b")).token > first.token
 
 
-async def test_the_token_grows_with_each_new_leader_even_if_redis_has_lost_all(
-    space: Namespace,
-) -> None:
+async def test_the_token_grows_with_each_new_leader_even_if_redis_has_lost_all(space):
     tokens = []
     for holder in ("a", "b", "a"):
         tokens.append((await lead(space, holder, ttl_ms=0)).token)
@@ -36,9 +31,7 @@ async def test_the_token_grows_with_each_new_leader_even_if_redis_has_lost_all(
 
 @pytest.mark.parametrize("holder", ["a", "b"])
 @pytest.mark.parametrize("bad", ["abc", "-1", "1e300", "nan", ""])
-async def test_a_bad_token_or_end_of_a_lease_stops_nobody(
-    space: Namespace, bad: str, holder: str
-) -> None:
+async def test_a_bad_token_or_end_of_a_lease_stops_nobody(space, bad, holder):
     for field in ("token", "until_ms"):
         await lead(space, "a", ttl_ms=0)
         await space.redis.hset(space.keys["planner"], field, bad)
@@ -48,20 +41,20 @@ async def test_a_bad_token_or_end_of_a_lease_stops_nobody(
         await lead(space, holder, ttl_ms=0)
 
 
-async def test_a_lease_that_ends_later_than_any_planner_asks_for_is_none(space: Namespace) -> None:
+async def test_a_lease_that_ends_later_than_any_planner_asks_for_is_none(space):
     await lead(space, "a")
     await space.redis.hset(space.keys["planner"], "until_ms", 1 << 50)
     assert (await lead(space, "b")).token > 0
 
 
-async def test_who_leads_next_is_told_what_the_last_leader_recorded(space: Namespace) -> None:
+async def test_who_leads_next_is_told_what_the_last_leader_recorded(space):
     first = await lead(space, "a", ttl_ms=60_000)
     assert await space.do(planner.propose(space.keys, first.token, {"leaving": "w1"}))
     await lead(space, "a", ttl_ms=0)
     assert (await lead(space, "b")).state == {"leaving": "w1"}
 
 
-async def test_a_state_that_somebody_has_damaged_is_none(space: Namespace) -> None:
+async def test_a_state_that_somebody_has_damaged_is_none(space):
     for text in ("{", "[]", "7"):
         await space.redis.hset(space.keys["planner"], "state", text)
         assert (await lead(space, "a")).state == {}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -8,13 +6,11 @@ from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.types import WorkerKey
 from app.state import index, leases
 from tests.eventually import eventually
-from tests.lua.conftest import NO_LOAD, Namespace, info
+from tests.lua.conftest import NO_LOAD, info
 
 
 @pytest.mark.oldest_too
-async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
-    space: Namespace,
-) -> None:
+async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(space):
     a, b = await space.worker("a"), await space.worker("b")
     before = await space.now_ms()
     snapshot = await space.loads()
@@ -22,7 +18,7 @@ async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(
     assert snapshot.loads == {a: NO_LOAD, b: NO_LOAD}
 
 
-async def test_a_load_adds_up_what_is_reserved(space: Namespace) -> None:
+async def test_a_load_adds_up_what_is_reserved(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(b, "r2", tokens=50, us=2000, blocks=3)
@@ -35,40 +31,34 @@ async def test_a_load_adds_up_what_is_reserved(space: Namespace) -> None:
     assert 0 <= snapshot.now_ms - load.head_since_ms < 5000
 
 
-async def test_a_worker_whose_lease_lapsed_is_left_out_even_before_it_is_retired(
-    space: Namespace,
-) -> None:
+async def test_a_worker_whose_lease_lapsed_is_left_out_even_before_it_is_retired(space):
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.until_lease_lapses(a)
     assert set((await space.loads()).loads) == {b}
     assert await space.get("load", a) is not None
 
 
-async def test_a_staged_incarnation_is_left_out(space: Namespace) -> None:
+async def test_a_staged_incarnation_is_left_out(space):
     old = await space.worker("a")
     await space.worker("a", resync=True)
     assert set((await space.loads()).loads) == {old}
 
 
-async def test_a_namespace_without_live_workers_has_no_loads(space: Namespace) -> None:
+async def test_a_namespace_without_live_workers_has_no_loads(space):
     inc = await space.worker("a")
     await space.retire("a", inc)
     assert (await space.loads()).loads == {}
 
 
 @pytest.mark.parametrize(("text", "held"), [("1", 1), ("9", 9), ("0", 0)])
-async def test_a_namespace_of_another_version_is_an_error(
-    space: Namespace, text: str, held: int
-) -> None:
+async def test_a_namespace_of_another_version_is_an_error(space, text, held):
     await space.worker("a")
     await space.redis.hset(space.key("meta"), "version", text)
     with pytest.raises(WrongVersion, match=f"namespace 'test' holds version {held} of the data"):
         await space.loads()
 
 
-async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost_it(
-    space: Namespace,
-) -> None:
+async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost_it(space):
     inc = await space.worker("a")
     before = await space.loads()
     for lost in (None, "x"):
@@ -87,7 +77,7 @@ async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost
         await space.redis.hset(space.key("workers"), str(inc), entry)
 
 
-async def test_a_missing_namespace_is_an_error(space: Namespace) -> None:
+async def test_a_missing_namespace_is_an_error(space):
     with pytest.raises(NamespaceMissing, match="no worker has registered yet"):
         await space.loads()
 
@@ -99,7 +89,7 @@ async def test_a_missing_namespace_is_an_error(space: Namespace) -> None:
         *(" ".join("9" * 16 if i == field else "0" for i in range(8)) for field in range(8)),
     ],
 )
-async def test_an_unreadable_load_is_left_out(space: Namespace, text: str) -> None:
+async def test_an_unreadable_load_is_left_out(space, text):
     """`reserve` refuses its worker, too."""
     a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("load"), str(a), text)
@@ -109,7 +99,7 @@ async def test_an_unreadable_load_is_left_out(space: Namespace, text: str) -> No
     assert set(refused.fresh.loads) == {b}
 
 
-async def test_leases_and_loads_of_no_incarnation_are_left_out(space: Namespace) -> None:
+async def test_leases_and_loads_of_no_incarnation_are_left_out(space):
     inc = await space.worker("a")
     endless = "9" * 5000
     await space.redis.zadd(space.key("leases"), {"junk": 9e15, "77": 9e15, endless: 9e15})
@@ -120,7 +110,7 @@ async def test_leases_and_loads_of_no_incarnation_are_left_out(space: Namespace)
     assert snapshot.lapsed == {78}
 
 
-async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space: Namespace) -> None:
+async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space):
     inc = await space.worker("a")
     ahead = await space.now_ms() + 60_000
     await space.redis.hset(space.key("meta"), "workers_ms", ahead)
@@ -131,7 +121,7 @@ async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space: Namesp
     assert (await space.loads()).workers_ms == ahead + 2
 
 
-async def test_workers_ms_changes_only_when_a_worker_registers(space: Namespace) -> None:
+async def test_workers_ms_changes_only_when_a_worker_registers(space):
     await space.worker("a")
     before = (await space.loads()).workers_ms
     assert (await space.loads()).workers_ms == before
@@ -141,7 +131,7 @@ async def test_workers_ms_changes_only_when_a_worker_registers(space: Namespace)
 
 
 @pytest.mark.parametrize("value", ["spoilt", "", None])
-async def test_an_unreadable_workers_ms_is_zero(space: Namespace, value: str | None) -> None:
+async def test_an_unreadable_workers_ms_is_zero(space, value):
     inc = await space.worker("a")
     if value is None:
         await space.redis.hdel(space.key("meta"), "workers_ms")
@@ -151,9 +141,7 @@ async def test_an_unreadable_workers_ms_is_zero(space: Namespace, value: str | N
     assert (snapshot.workers_ms, snapshot.loads) == (0, {inc: NO_LOAD})
 
 
-async def test_there_is_no_namespace_until_the_first_worker_is_activated(
-    space: Namespace,
-) -> None:
+async def test_there_is_no_namespace_until_the_first_worker_is_activated(space):
     call = leases.register(space.keys, info("a"), "nonce-a", ttl_ms=60_000)
     inc = (await space.do(call)).incarnation
     with pytest.raises(NamespaceMissing):

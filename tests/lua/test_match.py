@@ -1,54 +1,50 @@
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from app.core.chains import GROUP_BLOCKS, bucket_of, hex_text, shard_of
-from app.core.overlaps import Overlaps, Resume
-from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.overlaps import Resume
+from app.core.types import NO_OVERLAP, SequenceHash, Tier, TierOverlap
 from app.state import index, overlap, reservations
 from app.state.index import Change
 from app.state.overlap import WHOLE_CHAIN, Boundaries
-from app.state.scripts import Call, ScriptRunner, call
-from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E, Namespace
+from app.state.scripts import ScriptRunner, call
+from tests.lua.conftest import DEVICE, DISK, HOST, NO_LOAD, A, B, C, D, E
 
 
-def chain_of(rng: random.Random, length: int) -> list[SequenceHash]:
+def chain_of(rng, length):
     return [SequenceHash(rng.getrandbits(64)) for _ in range(length)]
 
 
-async def runs(space: Namespace, *chains: list[SequenceHash], guesses: str = "") -> list[Any]:
+async def runs(space, *chains, guesses=""):
     """The runs that lua/match.lua itself returns."""
     args = [arg for chain in chains for arg in (hex_text(chain), "16", "", guesses)]
-    one: Call[list[Any]] = call("match", space.shard, 24, 32, *args, parse=list)
+    one = call("match", space.shard, 24, 32, *args, parse=list)
     _, _, *found = await space.do(one)
     assert [rough for rough, *_ in found] == [0] * len(chains)
     return [runs for _, *runs in found]
 
 
 class CountingTrips(ScriptRunner):
-    def __init__(self, space: Namespace) -> None:
+    def __init__(self, space):
         super().__init__(space.runner.redis, timeout_s=10)
         self.trips = 0
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         self.trips += 1
         return await super().run_each(calls)
 
 
 @pytest.mark.oldest_too
-async def test_owners_are_returned_as_runs_with_their_last_positions(space: Namespace) -> None:
+async def test_owners_are_returned_as_runs_with_their_last_positions(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C])
     await space.hold(b, [A])
     assert await runs(space, [A, B, C, D, E]) == [[1, b"1d2d", 3, b"1d"]]
 
 
-async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space: Namespace) -> None:
+async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C])
     await space.hold(b, [A])
@@ -57,39 +53,39 @@ async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space: Namespac
     assert await space.match([A, B, C]) == [overlaps]
 
 
-async def test_overlap_is_counted_by_tier(space: Namespace) -> None:
+async def test_overlap_is_counted_by_tier(space):
     inc = await space.worker("a")
     await space.apply(inc, 1, [(A, DEVICE), (B, DEVICE), (C, HOST), (D, DISK)])
     assert await space.match([A, B, C, D, E]) == [{inc: TierOverlap(device=2, host=1, disk=1)}]
 
 
-async def test_a_worker_with_blocks_only_on_disk_counts_too(space: Namespace) -> None:
+async def test_a_worker_with_blocks_only_on_disk_counts_too(space):
     inc = await space.worker("a")
     await space.hold(inc, [A, B], DISK)
     assert await space.match([A, B]) == [{inc: TierOverlap(disk=2)}]
 
 
-async def test_a_chain_that_nobody_holds_has_no_overlap(space: Namespace) -> None:
+async def test_a_chain_that_nobody_holds_has_no_overlap(space):
     inc = await space.worker("a")
     await space.hold(inc, [A])
     assert await space.match([D, E]) == [{}]
     assert await runs(space, [D, E]) == [[]]
 
 
-async def test_an_empty_chain_has_no_overlap(space: Namespace) -> None:
+async def test_an_empty_chain_has_no_overlap(space):
     await space.worker("a")
     assert await space.match([]) == [{}]
 
 
 @pytest.mark.parametrize("length", range(1, 6))
-async def test_a_chain_of_any_length_is_matched_to_its_end(space: Namespace, length: int) -> None:
+async def test_a_chain_of_any_length_is_matched_to_its_end(space, length):
     inc = await space.worker("a")
     blocks = [A, B, C, D, E]
     await space.hold(inc, blocks)
     assert await space.match(blocks[:length]) == [{inc: TierOverlap(device=length)}]
 
 
-async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> None:
+async def test_a_change_of_owners_is_found_by_bisecting(space):
     inc = await space.worker("a")
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
     space.set_chain(chain)
@@ -106,17 +102,16 @@ async def test_a_change_of_owners_is_found_by_bisecting(space: Namespace) -> Non
     assert stats["cmdstat_hget"]["calls"] == 1 + 2
 
 
-async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space: Namespace) -> None:
+async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space):
     inc = await space.worker("a")
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
     space.set_chain(chain)
     await space.hold(inc, chain[:300])
 
-    async def lookups(guesses: str) -> int:
+    async def lookups(guesses):
         await space.redis.config_resetstat()
         assert await runs(space, chain, guesses=guesses) == [[300, b"1d"]]
-        calls: int = (await space.redis.info("commandstats"))["cmdstat_hget"]["calls"]
-        return calls
+        return (await space.redis.info("commandstats"))["cmdstat_hget"]["calls"]
 
     # The layout, both ends, and both sides of the change. Guesses not between the ends are ignored.
     assert await lookups("301 300") == 1 + 2 + 2
@@ -127,9 +122,7 @@ async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space: Name
 
 
 @pytest.mark.parametrize("shared", [1, 700, 703, 704])
-async def test_the_point_where_prompts_diverge_is_searched_for_once(
-    space: Namespace, shared: int
-) -> None:
+async def test_the_point_where_prompts_diverge_is_searched_for_once(space, shared):
     """A long prompt that begins like an earlier one is looked up in one round trip."""
     a, b = await space.worker("a"), await space.worker("b")
     rng = random.Random(3)
@@ -151,7 +144,7 @@ async def test_the_point_where_prompts_diverge_is_searched_for_once(
     assert trips == [2, 1, 1]
 
 
-async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space: Namespace) -> None:
+async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space):
     a, dead = await space.worker("a"), await space.worker("dead")
     chain = chain_of(random.Random(3), 2000)
     space.set_chain(chain)
@@ -168,7 +161,7 @@ async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space: Nam
         assert runner.trips == trips
 
 
-async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space: Namespace) -> None:
+async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space):
     a, b = await space.worker("a"), await space.worker("b")
     chain = [A, B, C, D, E]
     await space.hold(a, chain)
@@ -177,7 +170,7 @@ async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space: Na
     assert await runs(space, chain) == [[1, b"1d2d", 2, b"1d", 5, b"1d"]]
 
 
-async def test_several_chains_are_answered_in_order(space: Namespace) -> None:
+async def test_several_chains_are_answered_in_order(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B])
     await space.hold(b, [D])
@@ -189,7 +182,7 @@ async def test_several_chains_are_answered_in_order(space: Namespace) -> None:
     ]
 
 
-async def test_entries_of_dead_incarnations_are_ignored(space: Namespace) -> None:
+async def test_entries_of_dead_incarnations_are_ignored(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A, B, C, D, E])
     # Half swept already, with holes that no live incarnation's blocks would have.
@@ -202,9 +195,7 @@ async def test_entries_of_dead_incarnations_are_ignored(space: Namespace) -> Non
     assert await runs(space, [A, B, C, D, E]) == [[3, b"2d"]]
 
 
-async def test_a_dead_incarnation_does_not_hide_one_whose_number_contains_its_own(
-    space: Namespace,
-) -> None:
+async def test_a_dead_incarnation_does_not_hide_one_whose_number_contains_its_own(space):
     workers = [await space.worker(f"w{i}") for i in range(11)]
     await space.hold(workers[0], [A])
     await space.hold(workers[10], [A])
@@ -213,12 +204,12 @@ async def test_a_dead_incarnation_does_not_hide_one_whose_number_contains_its_ow
     assert await space.match([A]) == [{workers[10]: TierOverlap(device=1)}]
 
 
-async def test_in_a_missing_shard_nobody_holds_anything(space: Namespace) -> None:
+async def test_in_a_missing_shard_nobody_holds_anything(space):
     assert await space.match([A], []) == [{}, {}]
     assert await runs(space, [A]) == [[]]
 
 
-async def test_a_bucket_of_another_type_holds_nothing(space: Namespace) -> None:
+async def test_a_bucket_of_another_type_holds_nothing(space):
     inc = await space.worker("a")
     chain = chain_of(random.Random(1), 17)
     space.set_chain([A, *chain[1:16], B])
@@ -227,9 +218,7 @@ async def test_a_bucket_of_another_type_holds_nothing(space: Namespace) -> None:
     assert await space.match([A, *chain[1:16], B]) == [{inc: TierOverlap(device=16)}]
 
 
-async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(
-    space: Namespace,
-) -> None:
+async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(space):
     inc = await space.worker("a")
     other = space.keys.of_shard(1)
     assert await space.do(index.open_shard(other, inc, "nonce-a", 8))
@@ -242,7 +231,7 @@ async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(
     assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
 
-async def test_a_call_sent_along_is_answered_too(space: Namespace) -> None:
+async def test_a_call_sent_along_is_answered_too(space):
     inc = await space.worker("a")
     await space.hold(inc, [A])
     overlaps, [snapshot] = await overlap.match(
@@ -256,9 +245,7 @@ async def test_a_call_sent_along_is_answered_too(space: Namespace) -> None:
     ("device", "host"),
     [(1, 0), (511, 1), (512, 0), (1000, 600), (0, 1999), (1999, 1), (2000, 0), (1234, 765)],
 )
-async def test_the_overlap_of_a_long_sampled_chain_is_exact(
-    space: Namespace, device: int, host: int
-) -> None:
+async def test_the_overlap_of_a_long_sampled_chain_is_exact(space, device, host):
     blocks = chain_of(random.Random(1), 2000)
     assert len(blocks) > WHOLE_CHAIN
     inc = await space.worker("a", bucket_bits=7)
@@ -268,7 +255,7 @@ async def test_the_overlap_of_a_long_sampled_chain_is_exact(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_plain_commands_find_what_the_script_finds(space: Namespace, seed: int) -> None:
+async def test_plain_commands_find_what_the_script_finds(space, seed):
     rng = random.Random(seed)
     chain = chain_of(rng, 1500)
     space.set_chain(chain)
@@ -284,11 +271,11 @@ async def test_plain_commands_find_what_the_script_finds(space: Namespace, seed:
         assert await overlap.read_whole(space.runner, space.keys, asked, 1) == expected
 
 
-async def test_plain_commands_find_nothing_in_a_shard_without_a_layout(space: Namespace) -> None:
+async def test_plain_commands_find_nothing_in_a_shard_without_a_layout(space):
     assert await overlap.read_whole(space.runner, space.keys, [A], 1) == {}
 
 
-async def test_a_chain_whose_shard_does_not_answer_has_no_result(space: Namespace) -> None:
+async def test_a_chain_whose_shard_does_not_answer_has_no_result(space):
     await space.hold(await space.worker("a"), [A])
     await space.redis.set(space.shard["dead"], "not a set")
     found, _ = await overlap.match(space.runner, space.keys, [[A], []])
@@ -298,17 +285,17 @@ async def test_a_chain_whose_shard_does_not_answer_has_no_result(space: Namespac
 class LosingABucket(CountingTrips):
     """Has somebody turn a bucket into another type of key after the first round trip."""
 
-    def __init__(self, space: Namespace, bucket: str) -> None:
+    def __init__(self, space, bucket):
         super().__init__(space)
         self._bucket = bucket
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         if self.trips == 1:
             await self.redis.set(self._bucket, "spoilt")
         return await super().run_each(calls)
 
 
-async def test_where_the_second_round_trip_fails_the_first_still_counts(space: Namespace) -> None:
+async def test_where_the_second_round_trip_fails_the_first_still_counts(space):
     a, b = await space.worker("a"), await space.worker("b")
     blocks = chain_of(random.Random(1), 2000)
     space.set_chain(blocks)
@@ -325,7 +312,7 @@ async def test_where_the_second_round_trip_fails_the_first_still_counts(space: N
     assert runner.trips == 2
 
 
-async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
+async def test_overlaps_equal_those_of_a_plain_walk(space):
     """Eight chains, some sharing prefixes, and six workers with random prefix-closed blocks."""
     rng = random.Random(7)
     chains = [chain_of(rng, length) for length in (1, 2, 13, 100, 512, 513, 700, 6000)]
@@ -333,7 +320,7 @@ async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
     chains[7][:600] = chains[6][:600]
     for chain in chains:
         space.set_chain(chain)
-    held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
+    held = {}
     for i in range(6):
         inc = await space.worker(f"w{i}")
         held[inc] = random_holdings(rng, chains)
@@ -356,12 +343,12 @@ async def test_overlaps_equal_those_of_a_plain_walk(space: Namespace) -> None:
 
 @pytest.mark.parametrize("length", [64, 300, 512, 2000])
 async def test_where_many_end_elsewhere_the_last_are_exact_and_no_other_is_overstated(
-    space: Namespace, length: int
-) -> None:
+    space, length
+):
     rng = random.Random(length)
     chain = chain_of(rng, length)
     space.set_chain(chain)
-    held: dict[Incarnation, dict[SequenceHash, Tier]] = {}
+    held = {}
     for n in range(60):
         inc = await space.worker(f"w{n}", bucket_bits=7)
         held[inc] = random_holdings(rng, [chain])
@@ -379,7 +366,7 @@ async def test_where_many_end_elsewhere_the_last_are_exact_and_no_other_is_overs
                 assert got == due or due not in exact
 
 
-def _depths(held: TierOverlap) -> tuple[int, int, int]:
+def _depths(held):
     """Leading blocks on the device; there or in host memory; in all."""
     return held.device, held.device + held.host, held.total
 
@@ -387,20 +374,18 @@ def _depths(held: TierOverlap) -> tuple[int, int, int]:
 class WrongBoundaries(Boundaries):
     """Guesses at random."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         super().__init__()
         self._rng = rng
 
-    def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
+    def recall(self, chain):
         guesses = range(1, len(chain))
         return sorted(self._rng.sample(guesses, min(len(guesses), self._rng.randint(0, 6))))
 
 
-def random_holdings(
-    rng: random.Random, chains: list[list[SequenceHash]]
-) -> dict[SequenceHash, Tier]:
+def random_holdings(rng, chains):
     """For each chain, a prefix on the device, some after it in host memory, some on disk."""
-    held: dict[SequenceHash, Tier] = {}
+    held = {}
     for chain in chains:
         ends = sorted(rng.choices(range(len(chain) + 1), k=3))
         for tier, start, end in zip(Tier, [0, *ends], ends, strict=False):
@@ -410,9 +395,7 @@ def random_holdings(
     return {b: t for chain in chains for b, t in published(held, chain)}
 
 
-def published(
-    held: dict[SequenceHash, Tier], chain: list[SequenceHash]
-) -> list[tuple[SequenceHash, Tier]]:
+def published(held, chain):
     """What an agent would publish of `held` along `chain`."""
     slowest, found = Tier.DEVICE, []
     for block in chain:
@@ -423,9 +406,7 @@ def published(
     return found
 
 
-def plain_walk(
-    held: dict[Incarnation, dict[SequenceHash, Tier]], chain: list[SequenceHash]
-) -> Overlaps:
+def plain_walk(held, chain):
     overlaps = {}
     for inc, blocks in held.items():
         counts = [0, 0, 0]
@@ -436,9 +417,7 @@ def plain_walk(
     return overlaps
 
 
-async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(
-    space: Namespace,
-) -> None:
+async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(space):
     a, b = await space.worker("a"), await space.worker("b")
     changes = [Change(A, DEVICE, A, 1), Change(B, DEVICE, A, 2), Change(C, DEVICE, A, -3)]
     assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
@@ -457,7 +436,7 @@ async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(
     assert await space.owners(B) == "2d"
 
 
-async def test_where_engines_go_on_takes_no_more_probes(space: Namespace) -> None:
+async def test_where_engines_go_on_takes_no_more_probes(space):
     chain = chain_of(random.Random(5), 4 * WHOLE_CHAIN)
     a, b = await space.worker("a"), await space.worker("b")
     space.set_chain(chain)
@@ -467,7 +446,7 @@ async def test_where_engines_go_on_takes_no_more_probes(space: Namespace) -> Non
         for at, change in enumerate(index.chain_changes(chain[:-7], DEVICE))
     ]
 
-    async def probes() -> int:
+    async def probes():
         before = (await space.redis.info("commandstats")).get("cmdstat_hget", {"calls": 0})
         [found], _ = await overlap.match(space.runner, space.keys, [chain])
         assert {found[inc].total for inc in found} == {len(chain) - 7}

@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from itertools import count
 
 import pytest
 
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings
-from tests.lua.conftest import Namespace
 
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(64)]
 OTHER = [*CHAIN[:10], *(SequenceHash((i + 1) << 32) for i in range(20))]
@@ -14,7 +11,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
 @pytest.mark.oldest_too
-async def test_blocks_routed_to_a_worker_are_predicted_there(space: Namespace) -> None:
+async def test_blocks_routed_to_a_worker_are_predicted_there(space):
     inc = await space.worker("a")
     assert await space.predict(inc, CHAIN, HOURS) == 32
     assert await space.predicted(CHAIN, HOURS) == {inc: 64}
@@ -22,7 +19,7 @@ async def test_blocks_routed_to_a_worker_are_predicted_there(space: Namespace) -
     assert await space.predicted(OTHER, HOURS) == {inc: 10}
 
 
-async def test_workers_with_similar_numbers_are_distinguished(space: Namespace) -> None:
+async def test_workers_with_similar_numbers_are_distinguished(space):
     b, *_, a = [await space.worker(f"w{i}") for i in range(11)]  # 1 and 11
     await space.predict(a, CHAIN, HOURS)
     await space.predict(b, CHAIN[:12], HOURS)
@@ -34,9 +31,7 @@ async def test_workers_with_similar_numbers_are_distinguished(space: Namespace) 
     assert await space.predicted(CHAIN, HOURS) == {a: 64, b: 12}
 
 
-async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(
-    space: Namespace,
-) -> None:
+async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN[:40], HOURS)
     assert await space.predict(inc, CHAIN[:40], HOURS) == 0
@@ -45,14 +40,14 @@ async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(
     assert sum(int(n) for name, n in counted.items() if len(name) == 1) == 32
 
 
-async def test_an_empty_chain_predicts_nothing(space: Namespace) -> None:
+async def test_an_empty_chain_predicts_nothing(space):
     inc = await space.worker("a")
     assert await space.predict(inc, [], HOURS) == 0
     assert await space.predicted([], HOURS) == {}
     assert await space.predicted(CHAIN, HOURS) == {}
 
 
-async def test_a_retired_incarnation_gets_no_predictions(space: Namespace) -> None:
+async def test_a_retired_incarnation_gets_no_predictions(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
@@ -61,7 +56,7 @@ async def test_a_retired_incarnation_gets_no_predictions(space: Namespace) -> No
     assert await space.predict(inc, OTHER, HOURS) == 0
 
 
-async def test_a_prediction_stays_while_it_is_used_and_then_expires(space: Namespace) -> None:
+async def test_a_prediction_stays_while_it_is_used_and_then_expires(space):
     """Entries are aged by moving their slices back."""
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
@@ -75,7 +70,7 @@ async def test_a_prediction_stays_while_it_is_used_and_then_expires(space: Names
     assert await space.predicted(CHAIN, HOURS) == {}
 
 
-async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace) -> None:
+async def test_the_oldest_predictions_are_given_up_at_the_limit(space):
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
@@ -88,7 +83,7 @@ async def test_the_oldest_predictions_are_given_up_at_the_limit(space: Namespace
     assert predicted == [{}, {}, {inc: 64}, {inc: 64}]
 
 
-async def test_expired_predictions_do_not_count_towards_the_limit(space: Namespace) -> None:
+async def test_expired_predictions_do_not_count_towards_the_limit(space):
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
@@ -99,7 +94,7 @@ async def test_expired_predictions_do_not_count_towards_the_limit(space: Namespa
     assert await space.predicted(chains[2], few) == {inc: 64}
 
 
-async def test_only_slices_count_towards_the_limit(space: Namespace) -> None:
+async def test_only_slices_count_towards_the_limit(space):
     """The field `bucket_bits` begins with the letter of a slice that has not expired."""
     inc = await space.worker("a")
     now = await space.now_ms()
@@ -109,7 +104,7 @@ async def test_only_slices_count_towards_the_limit(space: Namespace) -> None:
     assert await space.get("predictions", "cutoff") is None
 
 
-async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) -> None:
+async def test_a_slice_that_is_full_by_itself_takes_no_more(space):
     """Entries of the current slice are never given up, however many requests come in it."""
     inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
@@ -126,7 +121,7 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space: Namespace) ->
     assert await space.predicted(chains[7], few) == {inc: 64}
 
 
-async def test_the_first_prediction_sets_the_bucket_layout(space: Namespace) -> None:
+async def test_the_first_prediction_sets_the_bucket_layout(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     bucket_bits = await space.get("predictions", "bucket_bits")

@@ -1,24 +1,21 @@
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from app.core.chains import positions
-from app.core.types import Incarnation, SequenceHash
+from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings
-from tests.lua.conftest import Namespace
 
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=100_000)
 
 
 @pytest.mark.oldest_too
-async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Namespace) -> None:
+async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space):
     """Prompts that branch off each other at random, routed to three workers."""
     rng = random.Random(5)
     workers = [await space.worker(f"w{i}") for i in range(3)]
-    prompts: list[list[SequenceHash]] = [[]]
-    recorded: dict[Incarnation, set[SequenceHash]] = {inc: set() for inc in workers}
+    prompts = [[]]
+    recorded = {inc: set() for inc in workers}
     for _ in range(60):
         base = rng.choice(prompts)
         stem = base[: rng.randint(0, len(base))]
@@ -38,7 +35,7 @@ async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space: Name
         assert await space.predicted(asked, HOURS) == expected
 
 
-async def test_nothing_is_predicted_from_corrupt_predictions(space: Namespace) -> None:
+async def test_nothing_is_predicted_from_corrupt_predictions(space):
     inc = await space.worker("a")
     chain = [SequenceHash(1 << 60)]
     await space.predict(inc, chain, HOURS)

@@ -1,16 +1,14 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.loads import Load
 from app.state import reservations
 from app.state.reservations import PrefillComplete
 from tests.eventually import eventually
-from tests.lua.conftest import LONG_MS, Namespace
+from tests.lua.conftest import LONG_MS
 
 
 @pytest.mark.oldest_too
-async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space: Namespace) -> None:
+async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     assert await space.prefill_complete("r1")
@@ -20,7 +18,7 @@ async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space: Nam
     assert not await space.redis.exists(space.keys[f"prefills:{inc}"])
 
 
-async def test_a_repeated_first_token_changes_nothing(space: Namespace) -> None:
+async def test_a_repeated_first_token_changes_nothing(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
@@ -30,7 +28,7 @@ async def test_a_repeated_first_token_changes_nothing(space: Namespace) -> None:
     assert await space.contents() == before
 
 
-async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space: Namespace) -> None:
+async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
@@ -47,7 +45,7 @@ async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space: 
     assert (await space.load(inc)).head_us == 0
 
 
-async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace) -> None:
+async def test_a_first_token_out_of_order_leaves_the_head_alone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
@@ -62,12 +60,12 @@ async def test_a_first_token_out_of_order_leaves_the_head_alone(space: Namespace
     assert (await space.load(inc)).head_us == 1000
 
 
-async def test_a_first_token_of_an_unknown_request_is_rejected(space: Namespace) -> None:
+async def test_a_first_token_of_an_unknown_request_is_rejected(space):
     await space.worker("a")
     assert not await space.prefill_complete("r1")
 
 
-async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space: Namespace) -> None:
+async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
@@ -81,7 +79,7 @@ async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space: N
     assert await space.contents() == before
 
 
-async def test_a_first_token_of_a_released_request_is_rejected(space: Namespace) -> None:
+async def test_a_first_token_of_a_released_request_is_rejected(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.release("r1")
@@ -90,7 +88,7 @@ async def test_a_first_token_of_a_released_request_is_rejected(space: Namespace)
     assert await space.contents() == before
 
 
-async def test_the_first_token_extends_the_reservation_once(space: Namespace) -> None:
+async def test_the_first_token_extends_the_reservation_once(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=1000, prefill_ttl_ms=500)
     before = await space.now_ms()
@@ -101,7 +99,7 @@ async def test_the_first_token_extends_the_reservation_once(space: Namespace) ->
     assert await space.expires_ms("expiry", "r1") == ends_ms
 
 
-async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space: Namespace) -> None:
+async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="1000-bb")
@@ -111,7 +109,7 @@ async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space: Nam
         assert (await space.load(inc)).decoding == decoding
 
 
-async def test_one_call_completes_each_by_itself(space: Namespace) -> None:
+async def test_one_call_completes_each_by_itself(space):
     inc = await space.worker("w1")
     await space.reserve(inc, "r1", tokens=100, attempt="1-aa")
     await space.reserve(inc, "r2", tokens=30, attempt="9-bb")

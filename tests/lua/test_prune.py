@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 from itertools import count
 
 import pytest
 
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings, PruneStep, prune
-from tests.lua.conftest import Namespace
 
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(16)]
 OTHER = [SequenceHash((i + 1) << 44) for i in range(16)]
@@ -15,7 +12,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
 
 
 @pytest.mark.oldest_too
-async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
+async def test_only_expired_predictions_are_removed(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.predict(a, CHAIN, HOURS)
     await space.age_predictions(5)
@@ -26,7 +23,7 @@ async def test_only_expired_predictions_are_removed(space: Namespace) -> None:
     assert await space.predictions() == 16
 
 
-async def test_predictions_for_a_retired_worker_are_removed(space: Namespace) -> None:
+async def test_predictions_for_a_retired_worker_are_removed(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
@@ -36,7 +33,7 @@ async def test_predictions_for_a_retired_worker_are_removed(space: Namespace) ->
     assert await space.redis.keys(space.key("predicted:") + "*") == []
 
 
-async def test_steps_are_bounded_and_start_over_after_the_last_bucket(space: Namespace) -> None:
+async def test_steps_are_bounded_and_start_over_after_the_last_bucket(space):
     inc = await space.worker("a")
     spread = [SequenceHash(bucket << 62) for bucket in range(4)]
     await space.predict(inc, spread, HOURS)
@@ -47,19 +44,19 @@ async def test_steps_are_bounded_and_start_over_after_the_last_bucket(space: Nam
     assert await space.prune(HOURS, 3) + await space.prune(HOURS, 3) == 4
 
 
-async def test_a_step_reports_the_number_of_buckets_in_a_round(space: Namespace) -> None:
+async def test_a_step_reports_the_number_of_buckets_in_a_round(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.age_predictions(5)
     assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=16, buckets=4)
 
 
-async def test_without_predictions_there_is_nothing_to_prune(space: Namespace) -> None:
+async def test_without_predictions_there_is_nothing_to_prune(space):
     assert await space.do(prune(space.shard, HOURS, 3)) == PruneStep(removed=0, buckets=0)
     assert await space.redis.dbsize() == 0
 
 
-async def test_an_inflated_count_is_dropped_after_its_slice(space: Namespace) -> None:
+async def test_an_inflated_count_is_dropped_after_its_slice(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     [letter] = [f for f in await space.redis.hkeys(space.key("predictions")) if len(f) == 1]
@@ -73,7 +70,7 @@ async def test_an_inflated_count_is_dropped_after_its_slice(space: Namespace) ->
     assert await space.predictions() == 0
 
 
-async def test_only_counts_end_with_their_slice(space: Namespace) -> None:
+async def test_only_counts_end_with_their_slice(space):
     """The fields `bucket_bits` and `cursor` begin with the letters of slices that have ended."""
     inc = await space.worker("a")
     now = await space.now_ms()
@@ -86,7 +83,7 @@ async def test_only_counts_end_with_their_slice(space: Namespace) -> None:
     assert await space.get("predictions", "cursor") == "2"
 
 
-async def test_a_cutoff_in_the_future_is_dropped(space: Namespace) -> None:
+async def test_a_cutoff_in_the_future_is_dropped(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     slices = await space.now_ms() // HOURS.slice_ms

@@ -1,7 +1,5 @@
 """The redis-cli commands in docs/redis.md answer the questions above them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from app.core.types import SequenceHash, Tier
 from app.policy.locality import Locality
 from app.state import decisions, models, planner
-from tests.lua.conftest import LONG_MS, A, B, C, Namespace, ticket
+from tests.lua.conftest import LONG_MS, A, B, C, ticket
 from tests.redis_servers import require_binary
 from tests.state.test_decisions import record
 
@@ -25,7 +23,7 @@ BLOCK = SequenceHash(0xF7F7_0123_4567_89AB)
 
 
 @pytest.fixture
-async def filled(space: Namespace) -> Namespace:
+async def filled(space):
     """w1 is stale, w2 is dead and half swept, w3 holds blocks and has two requests."""
     require_binary("redis-cli")
     stale = await space.worker("w1", ttl_ms=1)
@@ -43,7 +41,7 @@ async def filled(space: Namespace) -> Namespace:
     return space
 
 
-def answer(space: Namespace, question: str) -> list[str]:
+def answer(space, question):
     """The lines that the commands below the question print."""
     prelude = PRELUDE.replace("{default'", "{test'")
     assert "{test'" in prelude
@@ -60,11 +58,11 @@ def answer(space: Namespace, question: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_there_are_at_least_ten_questions() -> None:
+def test_there_are_at_least_ten_questions():
     assert len(QUESTIONS) >= 10
 
 
-async def test_live_and_stale_workers_and_their_loads(filled: Namespace) -> None:
+async def test_live_and_stale_workers_and_their_loads(filled):
     [alive] = answer(filled, "Who is alive, by name and incarnation, and until when?")
     assert re.fullmatch(r"w3:0 3 \d{13}", alive)
     [stale] = answer(filled, "Which worker is stale?")
@@ -75,7 +73,7 @@ async def test_live_and_stale_workers_and_their_loads(filled: Namespace) -> None
     assert [load for load in loads if load.startswith("w3:0 3 300 7000 ")]
 
 
-async def test_requests_and_their_reservations(filled: Namespace) -> None:
+async def test_requests_and_their_reservations(filled):
     reserved = answer(filled, "What is reserved on w3?")
     assert reserved[0] == "req-7"
     assert reserved[1].startswith("100 5000 7 d")
@@ -88,13 +86,13 @@ async def test_requests_and_their_reservations(filled: Namespace) -> None:
     assert ends[::2] == ["req-7", "req-8"]
 
 
-async def test_waiting_tenants(filled: Namespace) -> None:
+async def test_waiting_tenants(filled):
     await filled.wait("x", ticket("low:batch", "x", 1), ticket("high:acme", "x", 2, weight=16.0))
     question = "Which tenants wait for a worker, with what priority, the next in turn first?"
     assert answer(filled, question) == ["high:acme", "low:batch"]
 
 
-async def test_blocks_and_sweeps(filled: Namespace) -> None:
+async def test_blocks_and_sweeps(filled):
     assert answer(filled, "Who holds a block?") == ["3d"]
     question = "How many blocks does the index hold, and how much memory does Redis use?"
     blocks, memory = answer(filled, question)
@@ -105,13 +103,13 @@ async def test_blocks_and_sweeps(filled: Namespace) -> None:
     assert "w3:0" in answer(filled, "What did the workers last measure?")
 
 
-async def test_blocks_of_one_worker(filled: Namespace) -> None:
+async def test_blocks_of_one_worker(filled):
     other = await filled.worker("w33")
     await filled.hold(other, [BLOCK, B], Tier.HOST)
     assert answer(filled, "How many blocks does w3 hold?") == ["3"]
 
 
-async def test_decisions_and_why_locality_was_lost(filled: Namespace) -> None:
+async def test_decisions_and_why_locality_was_lost(filled):
     for name, locality in (("r1", Locality.LOAD), ("r2", Locality.KEPT), ("r3", Locality.LOAD)):
         asked = msgspec.structs.replace(record(name, [A, B]), locality=locality)
         await filled.do(decisions.record(filled.keys, asked, kept=10))
@@ -129,7 +127,7 @@ async def test_decisions_and_why_locality_was_lost(filled: Namespace) -> None:
     ]
 
 
-async def test_models_and_the_planner_that_leads(filled: Namespace) -> None:
+async def test_models_and_the_planner_that_leads(filled):
     await filled.do(models.announce("test", ["qwen"]))
     served = answer(filled, "Which models are served, and in which namespaces?")
     assert served[0] == "qwen"
@@ -144,6 +142,6 @@ async def test_models_and_the_planner_that_leads(filled: Namespace) -> None:
     assert until_ms.isdecimal()
 
 
-async def test_what_happened_last(filled: Namespace) -> None:
+async def test_what_happened_last(filled):
     told = answer(filled, "What happened last?")
     assert told[1:7] == ["kind", "left", "subject", "w2:0", "text", ""]

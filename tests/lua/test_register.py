@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.errors import NamespaceMismatch, WorkerReplaced, WrongVersion
@@ -8,11 +6,11 @@ from app.core.registration import decode_info
 from app.core.types import Incarnation, TierOverlap
 from app.state import leases
 from app.state.leases import Registration
-from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, Namespace, info
+from tests.lua.conftest import LONG_MS, NO_LOAD, A, B, info
 
 
 @pytest.mark.oldest_too
-async def test_the_first_registration_creates_the_namespace(space: Namespace) -> None:
+async def test_the_first_registration_creates_the_namespace(space):
     before = await space.now_ms()
     registration = await space.register("a", block_size=4, shards=3)
     assert registration == Registration(Incarnation(1), predecessor_lives=False, shards=3)
@@ -24,27 +22,27 @@ async def test_the_first_registration_creates_the_namespace(space: Namespace) ->
     assert before <= workers_ms <= await space.now_ms()
 
 
-async def test_the_number_of_shards_is_used_only_if_the_namespace_is_new(space: Namespace) -> None:
+async def test_the_number_of_shards_is_used_only_if_the_namespace_is_new(space):
     assert (await space.register("a", shards=3)).shards == 3
     assert (await space.register("b", shards=5)).shards == 3
     assert await space.get("meta", "shards") == "3"
 
 
-async def test_a_number_in_use_is_not_given_out_again(space: Namespace) -> None:
+async def test_a_number_in_use_is_not_given_out_again(space):
     assert await space.worker("a") == 1
     assert await space.worker("b") == 2
     await space.redis.delete(space.key("meta"))
     assert await space.worker("c") == 3
 
 
-async def test_incarnation_numbers_count_up_and_are_never_reused(space: Namespace) -> None:
+async def test_incarnation_numbers_count_up_and_are_never_reused(space):
     assert await space.worker("a") == 1
     assert await space.worker("b") == 2
     assert await space.retire("b", (await space.register("b")).incarnation)
     assert await space.worker("b") == 4
 
 
-async def test_a_registered_worker_is_live_and_empty(space: Namespace) -> None:
+async def test_a_registered_worker_is_live_and_empty(space):
     before = await space.now_ms()
     inc = await space.worker("a", ttl_ms=LONG_MS)
     assert await space.get("current", "a:0") == "1"
@@ -55,7 +53,7 @@ async def test_a_registered_worker_is_live_and_empty(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_a_block_size_that_differs_from_the_namespace_is_refused(space: Namespace) -> None:
+async def test_a_block_size_that_differs_from_the_namespace_is_refused(space):
     await space.worker("a", block_size=4)
     with pytest.raises(
         NamespaceMismatch, match="worker b:0 has block_size 16, but namespace test has 4"
@@ -66,9 +64,7 @@ async def test_a_block_size_that_differs_from_the_namespace_is_refused(space: Na
 
 
 @pytest.mark.parametrize(("text", "held"), [("1", 1), ("9", 9), (None, 1)])
-async def test_a_namespace_of_another_version_is_left_as_it_is(
-    space: Namespace, text: str | None, held: int
-) -> None:
+async def test_a_namespace_of_another_version_is_left_as_it_is(space, text, held):
     inc = await space.worker("a")
     if text is None:
         await space.redis.hdel(space.key("meta"), "version")
@@ -82,9 +78,7 @@ async def test_a_namespace_of_another_version_is_left_as_it_is(
 
 
 @pytest.mark.parametrize("known", [("a",), ()])
-async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registration(
-    space: Namespace, known: tuple[str, ...]
-) -> None:
+async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registration(space, known):
     await space.worker("a")
     await space.redis.hdel(space.key("meta"), "version")
     if not known:
@@ -93,7 +87,7 @@ async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registra
     assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
-async def test_a_new_process_replaces_the_previous_incarnation_at_once(space: Namespace) -> None:
+async def test_a_new_process_replaces_the_previous_incarnation_at_once(space):
     old = await space.worker("a", nonce="first")
     await space.hold(old, [A, B])
     assert await space.reserve(old, "r1") is None
@@ -109,7 +103,7 @@ async def test_a_new_process_replaces_the_previous_incarnation_at_once(space: Na
     assert await space.lost() == [old]
 
 
-async def test_a_registration_replaces_only_its_own_worker(space: Namespace) -> None:
+async def test_a_registration_replaces_only_its_own_worker(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(b, "r1")
     again = await space.worker("a")
@@ -118,7 +112,7 @@ async def test_a_registration_replaces_only_its_own_worker(space: Namespace) -> 
     assert await space.release("r1")
 
 
-async def test_a_resync_is_staged_while_the_old_incarnation_lives(space: Namespace) -> None:
+async def test_a_resync_is_staged_while_the_old_incarnation_lives(space):
     old = await space.worker("a")
     await space.hold(old, [A])
     staged = await space.register("a", resync=True)
@@ -128,7 +122,7 @@ async def test_a_resync_is_staged_while_the_old_incarnation_lives(space: Namespa
     assert await space.match([A]) == [{old: TierOverlap(device=1)}]
 
 
-async def test_a_staged_incarnation_cannot_be_reserved_on(space: Namespace) -> None:
+async def test_a_staged_incarnation_cannot_be_reserved_on(space):
     await space.worker("a")
     staged = await space.worker("a", resync=True)
     refused = await space.reserve(staged, "r1")
@@ -136,7 +130,7 @@ async def test_a_staged_incarnation_cannot_be_reserved_on(space: Namespace) -> N
     assert refused.reason == "lapsed"
 
 
-async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space: Namespace) -> None:
+async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space):
     old = await space.worker("a")
     await space.reserve(old, "r1", tokens=100, us=5000, blocks=7)
     assert await space.renew(old, ttl_ms=1)
@@ -148,7 +142,7 @@ async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space: Namespa
     assert await space.release("r1")
 
 
-async def test_a_resync_in_an_emptied_redis_starts_afresh(space: Namespace) -> None:
+async def test_a_resync_in_an_emptied_redis_starts_afresh(space):
     await space.worker("a")
     await space.redis.flushall()
     other = await space.worker("b")
@@ -157,7 +151,7 @@ async def test_a_resync_in_an_emptied_redis_starts_afresh(space: Namespace) -> N
     assert (await space.loads()).loads == {other: NO_LOAD, again.incarnation: NO_LOAD}
 
 
-async def test_a_process_replaced_by_a_live_one_cannot_resync(space: Namespace) -> None:
+async def test_a_process_replaced_by_a_live_one_cannot_resync(space):
     await space.worker("a")
     other = await space.worker("a", nonce="other")
     with pytest.raises(WorkerReplaced, match="worker a:0"):
@@ -169,14 +163,14 @@ async def test_a_process_replaced_by_a_live_one_cannot_resync(space: Namespace) 
     assert await space.get("current", "a:0") == str(again), "the other process has died since"
 
 
-async def test_a_process_whose_entry_was_lost_can_still_be_replaced(space: Namespace) -> None:
+async def test_a_process_whose_entry_was_lost_can_still_be_replaced(space):
     await space.worker("a", nonce="first")
     await space.redis.delete(space.key("workers"))
     new = await space.worker("a", nonce="second")
     assert set((await space.loads()).loads) == {new}
 
 
-async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space: Namespace) -> None:
+async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space):
     """The answer to `activate` was lost."""
     old = await space.worker("a")
     new = await space.worker("a", resync=True)
@@ -184,7 +178,7 @@ async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space: 
     assert await registered(space, "a", held=old) == 3
 
 
-async def registered(space: Namespace, worker: str, held: Incarnation | None = None) -> int:
+async def registered(space, worker, held=None):
     """The number given to a process that has not opened the index yet."""
     call = leases.register(
         space.keys, info(worker), f"nonce-{worker}", ttl_ms=LONG_MS, previous=held
@@ -192,7 +186,7 @@ async def registered(space: Namespace, worker: str, held: Incarnation | None = N
     return (await space.do(call)).incarnation
 
 
-async def test_registering_alone_does_not_change_routing(space: Namespace) -> None:
+async def test_registering_alone_does_not_change_routing(space):
     old = await space.worker("a")
     new = await registered(space, "a")
     assert set((await space.loads()).loads) == {old}
@@ -201,9 +195,7 @@ async def test_registering_alone_does_not_change_routing(space: Namespace) -> No
 
 
 @pytest.mark.parametrize("left", ["workers", "leases", "writers", "load"])
-async def test_a_number_is_not_given_out_again_while_any_trace_of_it_is_left(
-    space: Namespace, left: str
-) -> None:
+async def test_a_number_is_not_given_out_again_while_any_trace_of_it_is_left(space, left):
     assert await space.worker("a") == 1
     gone = {"meta", "workers", "leases", "writers", "load"} - {left}
     await space.redis.delete(*(space.key(name) for name in gone))
@@ -212,9 +204,7 @@ async def test_a_number_is_not_given_out_again_while_any_trace_of_it_is_left(
 
 @pytest.mark.parametrize("field", ["block_size", "shards"])
 @pytest.mark.parametrize("value", ["spoilt", "", "0", "-1", "1e3"])
-async def test_a_namespace_with_invalid_settings_is_created_again(
-    space: Namespace, field: str, value: str
-) -> None:
+async def test_a_namespace_with_invalid_settings_is_created_again(space, field, value):
     await space.worker("a", shards=1)
     await space.redis.hset(space.key("meta"), field, value)
     assert (await space.register("b", shards=2)).shards == 2
@@ -222,7 +212,7 @@ async def test_a_namespace_with_invalid_settings_is_created_again(
     assert len((await space.loads()).loads) == 2
 
 
-async def test_a_process_whose_nonce_was_overwritten_may_resync(space: Namespace) -> None:
+async def test_a_process_whose_nonce_was_overwritten_may_resync(space):
     inc = await space.worker("a")
     await space.redis.hset(space.key("writers"), str(inc), "stranger")
     new = await space.register("a", resync=True)
@@ -230,9 +220,7 @@ async def test_a_process_whose_nonce_was_overwritten_may_resync(space: Namespace
     assert await space.activate("a", new.incarnation)
 
 
-async def test_a_current_entry_with_another_worker_s_number_replaces_nobody(
-    space: Namespace,
-) -> None:
+async def test_a_current_entry_with_another_worker_s_number_replaces_nobody(space):
     inc, other = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("current"), "a:0", str(other))
     new = await space.register("a", resync=True)
@@ -243,9 +231,7 @@ async def test_a_current_entry_with_another_worker_s_number_replaces_nobody(
 
 
 @pytest.mark.parametrize("entry", [None, "5"])
-async def test_a_current_entry_with_an_unknown_worker_s_number_replaces_nobody(
-    space: Namespace, entry: str | None
-) -> None:
+async def test_a_current_entry_with_an_unknown_worker_s_number_replaces_nobody(space, entry):
     await space.worker("a")
     other = await space.worker("b")
     await space.redis.hset(space.key("current"), "a:0", str(other))

@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.loads import Load
 from app.state.reservations import Release
 from tests.eventually import eventually
-from tests.lua.conftest import Namespace
 
 
 @pytest.mark.oldest_too
-async def test_a_release_before_the_first_token_gives_everything_back(space: Namespace) -> None:
+async def test_a_release_before_the_first_token_gives_everything_back(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     assert await space.release("r1")
@@ -17,7 +14,7 @@ async def test_a_release_before_the_first_token_gives_everything_back(space: Nam
     assert load == Load(head_since_ms=load.head_since_ms, total=1)
 
 
-async def test_a_release_while_decoding_gives_everything_back(space: Namespace) -> None:
+async def test_a_release_while_decoding_gives_everything_back(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.prefill_complete("r1")
@@ -26,7 +23,7 @@ async def test_a_release_while_decoding_gives_everything_back(space: Namespace) 
     assert load == Load(head_since_ms=load.head_since_ms, total=1)
 
 
-async def test_a_released_request_leaves_no_key(space: Namespace) -> None:
+async def test_a_released_request_leaves_no_key(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.release("r1")
@@ -34,7 +31,7 @@ async def test_a_released_request_leaves_no_key(space: Namespace) -> None:
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_repeated_release_changes_nothing(space: Namespace) -> None:
+async def test_a_repeated_release_changes_nothing(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
@@ -44,7 +41,7 @@ async def test_a_repeated_release_changes_nothing(space: Namespace) -> None:
     assert await space.contents() == before
 
 
-async def test_a_release_leaves_the_other_reservations_alone(space: Namespace) -> None:
+async def test_a_release_leaves_the_other_reservations_alone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
@@ -56,7 +53,7 @@ async def test_a_release_leaves_the_other_reservations_alone(space: Namespace) -
     assert (load.blocks, load.requests, load.decoding, load.total) == (6, 2, 1, 3)
 
 
-async def test_releasing_a_queued_prefill_leaves_the_head_alone(space: Namespace) -> None:
+async def test_releasing_a_queued_prefill_leaves_the_head_alone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
@@ -68,14 +65,12 @@ async def test_releasing_a_queued_prefill_leaves_the_head_alone(space: Namespace
     assert load.head_since_ms == before.head_since_ms
 
 
-async def test_an_unknown_request_cannot_be_released(space: Namespace) -> None:
+async def test_an_unknown_request_cannot_be_released(space):
     await space.worker("a")
     assert not await space.release("r1")
 
 
-async def test_a_release_that_names_an_attempt_releases_only_that_attempt(
-    space: Namespace,
-) -> None:
+async def test_a_release_that_names_an_attempt_releases_only_that_attempt(space):
     """A router that gives up an attempt does not release the next attempt's reservation."""
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="x-1")
@@ -88,16 +83,14 @@ async def test_a_release_that_names_an_attempt_releases_only_that_attempt(
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_release_without_an_attempt_releases_any(space: Namespace) -> None:
+async def test_a_release_without_an_attempt_releases_any(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="x-1")
     assert await space.release("r1")
     assert not await space.release("r1", "x-1")
 
 
-async def test_a_release_and_a_heartbeat_leave_nothing_of_a_damaged_reservation(
-    space: Namespace,
-) -> None:
+async def test_a_release_and_a_heartbeat_leave_nothing_of_a_damaged_reservation(space):
     inc, other = await space.worker("a"), await space.worker("b")
     for request_id in ("r1", "r2", "r3", "r4"):
         await space.reserve(inc, request_id, blocks=7)
@@ -116,7 +109,7 @@ async def test_a_release_and_a_heartbeat_leave_nothing_of_a_damaged_reservation(
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_load_that_falls_below_zero_is_recounted(space: Namespace) -> None:
+async def test_a_load_that_falls_below_zero_is_recounted(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.redis.hset(space.key("load"), str(inc), "50 0 0 0 1 1 0 1")
@@ -126,7 +119,7 @@ async def test_a_load_that_falls_below_zero_is_recounted(space: Namespace) -> No
     assert (await space.load(inc)).prefill_tokens == 0
 
 
-async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace) -> None:
+async def test_a_late_release_leaves_a_newer_reservation_alone(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     before = await space.contents()
@@ -140,7 +133,7 @@ async def test_a_late_release_leaves_a_newer_reservation_alone(space: Namespace)
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space: Namespace) -> None:
+async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="1000-bb")
@@ -156,8 +149,8 @@ async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space: N
 
 
 async def test_a_request_id_that_was_given_out_again_is_not_released_by_the_first_ones_reservation(
-    space: Namespace,
-) -> None:
+    space,
+):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     assert await space.release("r1~aa")
@@ -166,7 +159,7 @@ async def test_a_request_id_that_was_given_out_again_is_not_released_by_the_firs
     assert await space.release("r1~bb")
 
 
-async def test_one_call_releases_each_by_itself(space: Namespace) -> None:
+async def test_one_call_releases_each_by_itself(space):
     inc, other = await space.worker("w1"), await space.worker("w2")
     await space.reserve(inc, "r1", tokens=100, blocks=7, attempt="1-aa")
     await space.reserve(inc, "r2", tokens=30, blocks=2, attempt="2-bb")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -14,11 +12,11 @@ from app.core.roles import Role
 from app.core.types import Incarnation
 from app.state import leases
 from tests.eventually import eventually
-from tests.lua.conftest import LONG_MS, Namespace, info
+from tests.lua.conftest import LONG_MS, info
 
 
 @pytest.mark.oldest_too
-async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
+async def test_renewing_extends_the_lease_from_now(space):
     inc = await space.worker("a", ttl_ms=5_000)
     before = await space.now_ms()
     assert await space.renew(inc, ttl_ms=LONG_MS)
@@ -26,7 +24,7 @@ async def test_renewing_extends_the_lease_from_now(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespace) -> None:
+async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space):
     a, b = await space.worker("a"), await space.worker("b", ttl_ms=1)
     await space.until_lease_lapses(b)
     nonces = (space.keys, info("a"), a, "nonce-a")
@@ -35,7 +33,7 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space: Namespa
     assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewal(1)
 
 
-async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace) -> None:
+async def test_a_lapsed_lease_is_revived_with_its_reservations(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.renew(inc, ttl_ms=1)
@@ -46,7 +44,7 @@ async def test_a_lapsed_lease_is_revived_with_its_reservations(space: Namespace)
     assert (await space.load(inc)).requests == 1
 
 
-async def test_a_retired_incarnation_cannot_renew_its_lease(space: Namespace) -> None:
+async def test_a_retired_incarnation_cannot_renew_its_lease(space):
     inc = await space.worker("a", ttl_ms=1)
     await space.until_lease_lapses(inc)
     assert await space.retire_lapsed() == 1
@@ -54,20 +52,20 @@ async def test_a_retired_incarnation_cannot_renew_its_lease(space: Namespace) ->
     assert (await space.loads()).loads == {}
 
 
-async def test_another_process_cannot_renew_a_lease(space: Namespace) -> None:
+async def test_another_process_cannot_renew_a_lease(space):
     inc = await space.worker("a", ttl_ms=5_000)
     expires_ms = await space.expires_ms("leases", inc)
     assert not await space.renew(inc, nonce="stranger")
     assert await space.expires_ms("leases", inc) == expires_ms
 
 
-async def test_an_unknown_incarnation_cannot_renew_a_lease(space: Namespace) -> None:
+async def test_an_unknown_incarnation_cannot_renew_a_lease(space):
     await space.worker("a")
     assert not await space.renew(Incarnation(99), nonce="nonce-a")
     assert await space.redis.zscore(space.keys["leases"], "99") is None
 
 
-async def test_a_staged_incarnation_renews_its_lease_like_any_other(space: Namespace) -> None:
+async def test_a_staged_incarnation_renews_its_lease_like_any_other(space):
     old = await space.worker("a")
     staged = await space.worker("a", resync=True)
     assert await space.renew(old)
@@ -81,7 +79,7 @@ BUSY_LOAD = Load(
 )
 
 
-async def busy_worker(space: Namespace) -> Incarnation:
+async def busy_worker(space):
     """Worker a with two requests that prefill and one that decodes."""
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
@@ -91,7 +89,7 @@ async def busy_worker(space: Namespace) -> Incarnation:
     return inc
 
 
-async def repaired_load(space: Namespace, inc: Incarnation) -> Load:
+async def repaired_load(space, inc):
     """The load without its time and total, once all other keys agree with `RECORDS`."""
     records = await space.redis.hgetall(space.keys[f"requests:{inc}"])
     assert {k.decode(): v.decode() for k, v in records.items()} == RECORDS
@@ -102,12 +100,12 @@ async def repaired_load(space: Namespace, inc: Incarnation) -> Load:
     return replace(await space.load(inc), head_since_ms=0, total=0)
 
 
-async def test_renewing_an_intact_worker_changes_only_its_lease(space: Namespace) -> None:
-    async def everything() -> tuple[str, object]:
+async def test_renewing_an_intact_worker_changes_only_its_lease(space):
+    async def everything():
         expiry = await space.redis.zrange(space.key("expiry"), 0, -1, withscores=True)
         return await space.contents(), expiry
 
-    async def writes() -> int:
+    async def writes():
         return int((await space.redis.info("persistence"))["rdb_changes_since_last_save"])
 
     inc = await busy_worker(space)
@@ -117,7 +115,7 @@ async def test_renewing_an_intact_worker_changes_only_its_lease(space: Namespace
     assert await writes() <= written + 1
 
 
-async def test_more_requests_than_one_command_takes_are_counted(space: Namespace) -> None:
+async def test_more_requests_than_one_command_takes_are_counted(space):
     inc = await space.worker("a")
     ids = [f"r{n}" for n in range(1001)]
     await space.redis.hset(space.keys[f"requests:{inc}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
@@ -144,25 +142,21 @@ async def test_more_requests_than_one_command_takes_are_counted(space: Namespace
         "160 7000 5000 0 13 3 0 3 0 0 0 0",
     ],
 )
-async def test_a_load_that_does_not_match_the_requests_is_recounted(
-    space: Namespace, load: str
-) -> None:
+async def test_a_load_that_does_not_match_the_requests_is_recounted(space, load):
     inc = await busy_worker(space)
     await space.redis.hset(space.key("load"), str(inc), load)
     assert await space.renew(inc)
     assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_deleted_load_is_recounted(space: Namespace) -> None:
+async def test_a_deleted_load_is_recounted(space):
     inc = await busy_worker(space)
     await space.redis.delete(space.key("load"))
     assert await space.renew(inc)
     assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(
-    space: Namespace,
-) -> None:
+async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(space):
     a, b = await space.worker("a"), await space.worker("b")
     for name in ("lost", "held", "computed"):
         await space.reserve(a, name, source=Wish(b, Reservation("", 90, 5000, 9), 8, None))
@@ -180,9 +174,7 @@ async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartb
     assert (await space.load(b)).blocks == 18
 
 
-async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
-    space: Namespace,
-) -> None:
+async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(space):
     inc = await busy_worker(space)
     for load, tokens in (("99 0 0 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
         await space.redis.hset(space.key("load"), str(inc), load)
@@ -191,7 +183,7 @@ async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(
         assert (await space.load(inc)).prefill_tokens == tokens
 
 
-async def test_a_deleted_or_corrupt_queue_is_rebuilt(space: Namespace) -> None:
+async def test_a_deleted_or_corrupt_queue_is_rebuilt(space):
     inc = await busy_worker(space)
     queue = space.keys[f"prefills:{inc}"]
     await space.redis.delete(queue)
@@ -211,9 +203,7 @@ async def test_a_deleted_or_corrupt_queue_is_rebuilt(space: Namespace) -> None:
 @pytest.mark.parametrize(
     "record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", f"1 1 {10**12} p -"]
 )
-async def test_a_request_with_an_unreadable_record_is_forgotten(
-    space: Namespace, record: str
-) -> None:
+async def test_a_request_with_an_unreadable_record_is_forgotten(space, record):
     inc = await busy_worker(space)
     await space.redis.hset(space.keys[f"requests:{inc}"], "r1", record)
     assert await space.renew(inc)
@@ -224,9 +214,7 @@ async def test_a_request_with_an_unreadable_record_is_forgotten(
 
 
 @pytest.mark.parametrize("key", ["reservations", "expiry"])
-async def test_a_request_without_reservation_or_expiry_is_forgotten(
-    space: Namespace, key: str
-) -> None:
+async def test_a_request_without_reservation_or_expiry_is_forgotten(space, key):
     inc = await busy_worker(space)
     if key == "reservations":
         await space.redis.hdel(space.key(key), "r1", "r3")
@@ -242,7 +230,7 @@ async def test_a_request_without_reservation_or_expiry_is_forgotten(
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r2"]
 
 
-async def test_deleted_requests_no_longer_count(space: Namespace) -> None:
+async def test_deleted_requests_no_longer_count(space):
     inc = await busy_worker(space)
     await space.redis.delete(space.keys[f"requests:{inc}"])
     assert await space.renew(inc)
@@ -257,9 +245,7 @@ async def test_deleted_requests_no_longer_count(space: Namespace) -> None:
     assert await space.release("r1"), "its reservation is still known"
 
 
-async def test_a_request_reserved_again_on_another_worker_stays_there(
-    space: Namespace,
-) -> None:
+async def test_a_request_reserved_again_on_another_worker_stays_there(space):
     inc, other = await busy_worker(space), await space.worker("b")
     await space.redis.hdel(space.key("reservations"), "r1")
     await space.redis.zrem(space.key("expiry"), "r1")
@@ -271,9 +257,7 @@ async def test_a_request_reserved_again_on_another_worker_stays_there(
     assert (await space.load(other)).blocks == 0
 
 
-async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(
-    space: Namespace,
-) -> None:
+async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(space):
     inc = await space.worker("a")
     for nonce in ("spoilt", ""):
         await space.redis.hset(space.key("writers"), str(inc), nonce)
@@ -283,7 +267,7 @@ async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(
 
 
 @pytest.mark.parametrize("name", ["leases", "load", "current", "workers", "meta"])
-async def test_any_other_deleted_key_is_restored(space: Namespace, name: str) -> None:
+async def test_any_other_deleted_key_is_restored(space, name):
     inc = await space.worker("a")
     before = await space.contents()
     await space.redis.delete(space.key(name))
@@ -295,9 +279,7 @@ async def test_any_other_deleted_key_is_restored(space: Namespace, name: str) ->
     assert after == before
 
 
-async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(
-    space: Namespace,
-) -> None:
+async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(space):
     inc, other = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("meta"), "workers_ms", "1")
     assert await space.renew(inc)
@@ -309,7 +291,7 @@ async def test_a_wrong_worker_entry_is_corrected_and_updates_workers_ms(
     assert ((await space.loads()).workers_ms or 0) > 1
 
 
-async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space: Namespace) -> None:
+async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space):
     inc = await space.worker("a", nonce="first")
     await space.redis.delete(space.key("current"), space.key("workers"))
     other = await space.worker("a", nonce="second")
@@ -317,16 +299,14 @@ async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space: Namesp
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_workers_register_again_if_the_namespace_has_another_version(
-    space: Namespace,
-) -> None:
+async def test_workers_register_again_if_the_namespace_has_another_version(space):
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "version", "9")
     assert not await space.renew(inc)
     assert await space.get("meta", "version") == "9"
 
 
-async def test_a_version_that_was_lost_is_that_of_the_workers(space: Namespace) -> None:
+async def test_a_version_that_was_lost_is_that_of_the_workers(space):
     inc = await space.worker("a")
     await space.redis.hdel(space.key("meta"), "version")
     assert await space.renew(inc)
@@ -336,7 +316,7 @@ async def test_a_version_that_was_lost_is_that_of_the_workers(space: Namespace) 
     assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
-async def test_workers_register_again_if_the_number_of_shards_changed(space: Namespace) -> None:
+async def test_workers_register_again_if_the_number_of_shards_changed(space):
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "shards", "3")
     assert not await space.renew(inc)
@@ -345,7 +325,7 @@ async def test_workers_register_again_if_the_number_of_shards_changed(space: Nam
 
 
 @pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
-async def test_an_invalid_number_of_shards_is_corrected(space: Namespace, shards: str) -> None:
+async def test_an_invalid_number_of_shards_is_corrected(space, shards):
     inc = await space.worker("a")
     await space.redis.hset(space.key("meta"), "shards", shards)
     with pytest.raises(NamespaceMissing):
@@ -354,14 +334,14 @@ async def test_an_invalid_number_of_shards_is_corrected(space: Namespace, shards
     assert (await space.loads()).shards == 1
 
 
-async def renew_ill(space: Namespace, inc: Incarnation, why: str = "stands still") -> bool:
+async def renew_ill(space, inc, why="stands still"):
     """Whether it is out of service now."""
     told = replace(space.infos[inc], ill=why)
     nonce = f"nonce-{told.key.worker_id}"
     return (await space.do(leases.renew(space.keys, told, inc, nonce, ttl_ms=LONG_MS))).is_out
 
 
-async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space: Namespace) -> None:
+async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space):
     ill, well = await space.worker("a"), await space.worker("b")
     await space.reserve(ill, "r1")
     assert await renew_ill(space, ill)
@@ -375,9 +355,7 @@ async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space: Na
     assert (await space.load(ill)).requests == 1
 
 
-async def test_no_more_than_half_of_all_are_out_of_service_as_they_are_ill(
-    space: Namespace,
-) -> None:
+async def test_no_more_than_half_of_all_are_out_of_service_as_they_are_ill(space):
     incs = [await space.worker(name) for name in "abcde"]
     for _ in range(3):
         assert [await renew_ill(space, inc) for inc in incs] == [True, True, False, False, False]
@@ -385,7 +363,7 @@ async def test_no_more_than_half_of_all_are_out_of_service_as_they_are_ill(
     assert [await renew_ill(space, inc) for inc in incs[1:]] == [True, True, False, False]
 
 
-async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space: Namespace) -> None:
+async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space):
     a = await space.worker("a")
     assert not await renew_ill(space, a)
     b = await space.worker("b")
@@ -393,7 +371,7 @@ async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space: Names
     assert not await renew_ill(space, b)
 
 
-async def test_the_last_of_a_role_is_never_out_of_service_as_it_is_ill(space: Namespace) -> None:
+async def test_the_last_of_a_role_is_never_out_of_service_as_it_is_ill(space):
     a, b, c = [await space.worker(name) for name in "abc"]
     for inc, role in ((a, Role.PREFILL), (b, Role.DECODE), (c, Role.DECODE)):
         space.infos[inc] = replace(space.infos[inc], role=role)
@@ -402,9 +380,7 @@ async def test_the_last_of_a_role_is_never_out_of_service_as_it_is_ill(space: Na
     assert await renew_ill(space, b)
 
 
-async def test_those_that_are_suspended_or_gone_count_among_those_that_are_out(
-    space: Namespace,
-) -> None:
+async def test_those_that_are_suspended_or_gone_count_among_those_that_are_out(space):
     a, b, c, _ = [await space.worker(name) for name in "abcd"]
     await space.reserve(a, "r1")
     assert await space.suspend("r1") == a
@@ -415,7 +391,7 @@ async def test_those_that_are_suspended_or_gone_count_among_those_that_are_out(
     assert await renew_ill(space, c)
 
 
-async def test_operators_are_told_once_that_an_engine_is_ill(space: Namespace) -> None:
+async def test_operators_are_told_once_that_an_engine_is_ill(space):
     ill = await space.worker("a")
     await space.worker("b")
     for _ in range(3):
@@ -426,8 +402,8 @@ async def test_operators_are_told_once_that_an_engine_is_ill(space: Namespace) -
     ]
 
 
-async def test_one_engine_is_one_worker_as_long_as_that_one_is_routed_to(space: Namespace) -> None:
-    async def same(worker: str, inc: Incarnation, engine: str = "e", nonce: str = "") -> str:
+async def test_one_engine_is_one_worker_as_long_as_that_one_is_routed_to(space):
+    async def same(worker, inc, engine="e", nonce=""):
         told = replace(info(worker), engine_id=engine)
         call = leases.renew(space.keys, told, inc, nonce or f"nonce-{worker}", ttl_ms=LONG_MS)
         return (await space.do(call)).same

@@ -9,7 +9,6 @@ import pytest
 
 from app.core.loads import Load, Reservation, Wish
 from app.core.types import Incarnation
-from tests.lua.conftest import Namespace
 
 REQUESTS = [f"r{i}" for i in range(12)]
 MAX_REQUESTS = 3
@@ -34,13 +33,7 @@ class Model:
     held: dict[str, HeldReservation] = field(default_factory=dict)
     """In the order in which they were reserved."""
 
-    def reserve(
-        self,
-        request_id: str,
-        held: HeldReservation,
-        seen: int | None,
-        source: HeldReservation | None = None,
-    ) -> str:
+    def reserve(self, request_id, held, seen, source=None):
         self.release(request_id)
         if source is not None:
             self.held.pop(f"{request_id} source", None)
@@ -59,7 +52,7 @@ class Model:
             self.totals[one.worker] += 1
         return "made"
 
-    def prefill_complete(self, request_id: str) -> bool:
+    def prefill_complete(self, request_id):
         if request_id in self.held:
             if self.held[request_id].has_source:
                 self.held.pop(f"{request_id} source", None)
@@ -67,36 +60,36 @@ class Model:
             self.held[request_id].has_source = False
         return request_id in self.held
 
-    def source_complete(self, request_id: str) -> bool:
+    def source_complete(self, request_id):
         source = self.held.get(f"{request_id} source")
         if source is not None:
             source.state = "h"
         return source is not None
 
-    def release(self, request_id: str) -> bool:
+    def release(self, request_id):
         source = self.held.get(f"{request_id} source")
         target = self.held.get(request_id)
         if target and target.has_source and source and (source.state == "p" or not source.tokens):
             del self.held[f"{request_id} source"]
         return self.held.pop(request_id, None) is not None
 
-    def retire(self, inc: Incarnation) -> None:
+    def retire(self, inc):
         """Its requests end, each with what its source has promised, unless that is computed."""
         for request_id in [i for i, held in self.held.items() if held.worker == inc]:
             if request_id in self.held:
                 self.release(request_id)
         del self.totals[inc]
 
-    def resync(self, old: Incarnation, new: Incarnation) -> None:
+    def resync(self, old, new):
         """The same process goes on, and so do its requests."""
         self.totals[new] = self.totals.pop(old)
         for held in self.held.values():
             held.worker = new if held.worker == old else held.worker
 
-    def loads(self) -> dict[Incarnation, Load]:
+    def loads(self):
         return {inc: self._load(inc) for inc in self.totals}
 
-    def _load(self, inc: Incarnation) -> Load:
+    def _load(self, inc):
         held = [h for h in self.held.values() if h.worker == inc]
         prefilling = [h for h in held if h.state == "p"]
         decoding = [h for h in held if h.state == "d"]
@@ -111,17 +104,17 @@ class Model:
         )
 
 
-def some_of(inc: Incarnation, rng: random.Random) -> HeldReservation:
+def some_of(inc, rng):
     us = rng.choice((0, rng.randrange(100_000)))
     return HeldReservation(inc, rng.randrange(1, 1000), us, rng.randrange(1, 50))
 
 
-def wish(source: HeldReservation) -> Wish:
+def wish(source):
     reservation = Reservation("", source.tokens, source.us, source.blocks)
     return Wish(source.worker, reservation, MAX_REQUESTS, seen_total=None)
 
 
-async def step(space: Namespace, model: Model, rng: random.Random) -> None:
+async def step(space, model, rng):
     """One random call, with the same outcome in Redis as in the model."""
     request_id = rng.choice(REQUESTS)
     calls = ["reserve"] * 8 + ["prefill_complete"] * 4 + ["source_complete"] * 2
@@ -173,7 +166,7 @@ async def step(space: Namespace, model: Model, rng: random.Random) -> None:
             model.resync(inc, new)
 
 
-async def ended(space: Namespace, inc: Incarnation, how: str) -> None:
+async def ended(space, inc, how):
     """restart: another process takes its place, which happens when that registers."""
     if how == "stop":
         assert await space.retire(name_of(space, inc), inc)
@@ -182,24 +175,22 @@ async def ended(space: Namespace, inc: Incarnation, how: str) -> None:
         assert await space.retire_lapsed() == 1
 
 
-def name_of(space: Namespace, inc: Incarnation) -> str:
+def name_of(space, inc):
     return space.infos[inc].key.worker_id
 
 
-async def loads(space: Namespace) -> dict[Incarnation, Load]:
+async def loads(space):
     """The loads in Redis, except for the times at which their heads began."""
     found = (await space.loads()).loads
     return {inc: replace(load, head_since_ms=0) for inc, load in found.items()}
 
 
-async def reserved(space: Namespace) -> set[str]:
+async def reserved(space):
     return {key.decode() for key in await space.redis.hkeys(space.keys["reservations"])}
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_counters_equal_those_of_a_plain_model_after_every_step(
-    space: Namespace, seed: int
-) -> None:
+async def test_counters_equal_those_of_a_plain_model_after_every_step(space, seed):
     rng = random.Random(seed)
     model = Model({await space.worker(f"w{i}"): 0 for i in range(3)})
     for _ in range(300):

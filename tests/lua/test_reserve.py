@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
@@ -7,15 +5,14 @@ import pytest
 
 from app.core.loads import ROUND, Load, Reservation, Wish
 from app.core.types import Incarnation
-from app.local.redis_server import EmbeddedRedis
 from app.state import reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from tests.lua.conftest import LONG_MS, NO_LOAD, Namespace
+from tests.lua.conftest import LONG_MS, NO_LOAD
 
 
 @pytest.mark.oldest_too
-async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
+async def test_a_reservation_is_counted_on_its_worker(space):
     inc = await space.worker("a")
     before = await space.now_ms()
     assert await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7, ttl_ms=LONG_MS) is None
@@ -38,9 +35,7 @@ async def test_a_reservation_is_counted_on_its_worker(space: Namespace) -> None:
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
-    space: Namespace,
-) -> None:
+async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(space):
     a, b = await space.worker("a"), await space.worker("b")
     routed, rounds = {a: Load(), b: Load()}, 0
     for n, inc in enumerate([a, a, b, a, *[b] * 28]):
@@ -58,9 +53,7 @@ async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
 
 
 @pytest.mark.parametrize("of_source_us", [0, 40_000_000])
-async def test_what_two_workers_promise_ends_at_one_time(
-    space: Namespace, of_source_us: int
-) -> None:
+async def test_what_two_workers_promise_ends_at_one_time(space, of_source_us):
     """Else a source would be booked for nobody, or left out of what it computes."""
     a, b = await space.worker("a"), await space.worker("b")
     source = Wish(b, Reservation("", 9, of_source_us, 9), 8, None)
@@ -73,9 +66,7 @@ async def test_what_two_workers_promise_ends_at_one_time(
     )
 
 
-async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
-    space: Namespace,
-) -> None:
+async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(space):
     a, b = await space.worker("a"), await space.worker("b")
     source = Reservation("r", prefill_tokens=0, prefill_us=0, blocks=9, sending_ms=30_000)
     wish = Wish(b, source, 8, None)
@@ -94,9 +85,7 @@ async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
     assert router.sending_s(before_ms + 60_001) == 0.0
 
 
-async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(
-    space: Namespace,
-) -> None:
+async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space):
     inc = await space.worker("a")
     router = Load()
     for name, receiving_ms in (("r1", 30_000), ("r2", 20_000), ("r3", 0)):
@@ -112,7 +101,7 @@ async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(
     assert router.receiving_s(router.receiving_until_ms + 1) == 0.0
 
 
-async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space: Namespace) -> None:
+async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("meta"), "rounds", 10**9)
     await space.reserve(a, "r1", us=1000)
@@ -125,7 +114,7 @@ async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space: Na
     assert snapshot.loads[a].routed_s(snapshot.rounds) == pytest.approx(0.0015, rel=0.2)
 
 
-async def test_the_oldest_prefill_is_the_head_and_drains(space: Namespace) -> None:
+async def test_the_oldest_prefill_is_the_head_and_drains(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     first = await space.load(inc)
@@ -137,9 +126,7 @@ async def test_the_oldest_prefill_is_the_head_and_drains(space: Namespace) -> No
     assert second.queue_s(first.head_since_ms + 60) == pytest.approx(0.002)
 
 
-async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(
-    space: Namespace,
-) -> None:
+async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", us=5000)
     await space.prefill_complete("r1")
@@ -148,7 +135,7 @@ async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(
     assert (await space.load(inc)).head_us == 2000
 
 
-async def test_a_lapsed_worker_is_refused_with_fresh_loads(space: Namespace) -> None:
+async def test_a_lapsed_worker_is_refused_with_fresh_loads(space):
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.reserve(b, "r0", tokens=30)
     await space.until_lease_lapses(a)
@@ -160,7 +147,7 @@ async def test_a_lapsed_worker_is_refused_with_fresh_loads(space: Namespace) -> 
     assert await space.get("reservations", "r1") is None
 
 
-async def test_an_unknown_worker_is_refused(space: Namespace) -> None:
+async def test_an_unknown_worker_is_refused(space):
     a = await space.worker("a")
     refused = await space.reserve(Incarnation(99), "r1")
     assert refused is not None
@@ -168,7 +155,7 @@ async def test_an_unknown_worker_is_refused(space: Namespace) -> None:
     assert refused.fresh.loads == {a: NO_LOAD}
 
 
-async def test_a_worker_whose_lease_was_lost_is_refused(space: Namespace) -> None:
+async def test_a_worker_whose_lease_was_lost_is_refused(space):
     inc = await space.worker("a")
     await space.redis.delete(space.key("leases"))
     refused = await space.reserve(inc, "r1")
@@ -176,7 +163,7 @@ async def test_a_worker_whose_lease_was_lost_is_refused(space: Namespace) -> Non
     assert refused.reason == "lapsed"
 
 
-async def test_a_full_worker_is_refused_even_when_the_router_insists(space: Namespace) -> None:
+async def test_a_full_worker_is_refused_even_when_the_router_insists(space):
     inc = await space.worker("a")
     assert await space.reserve(inc, "r1", max_requests=2) is None
     assert await space.reserve(inc, "r2", max_requests=2) is None
@@ -186,14 +173,14 @@ async def test_a_full_worker_is_refused_even_when_the_router_insists(space: Name
     assert refused.fresh.loads[inc].requests == 2
 
 
-async def test_a_worker_that_finished_a_request_is_no_longer_full(space: Namespace) -> None:
+async def test_a_worker_that_finished_a_request_is_no_longer_full(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", max_requests=1)
     await space.release("r1")
     assert await space.reserve(inc, "r2", max_requests=1) is None
 
 
-async def test_a_worker_that_got_another_request_meanwhile_is_refused(space: Namespace) -> None:
+async def test_a_worker_that_got_another_request_meanwhile_is_refused(space):
     inc = await space.worker("a")
     seen = (await space.load(inc)).total
     assert await space.reserve(inc, "r1", tokens=100, seen_total=seen) is None
@@ -205,9 +192,7 @@ async def test_a_worker_that_got_another_request_meanwhile_is_refused(space: Nam
     assert await space.reserve(inc, "r2", seen_total=fresh.total) is None
 
 
-async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     seen = (await space.load(inc)).total
@@ -216,14 +201,14 @@ async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(
     assert await space.reserve(inc, "r2", seen_total=seen) is None
 
 
-async def test_a_worker_is_taken_as_it_is_when_the_router_insists(space: Namespace) -> None:
+async def test_a_worker_is_taken_as_it_is_when_the_router_insists(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", seen_total=0)
     assert await space.reserve(inc, "r2", seen_total=None) is None
     assert (await space.load(inc)).requests == 2
 
 
-async def test_reserving_again_replaces_the_first_reservation(space: Namespace) -> None:
+async def test_reserving_again_replaces_the_first_reservation(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r1", tokens=40, us=1000, blocks=5)
@@ -233,7 +218,7 @@ async def test_reserving_again_replaces_the_first_reservation(space: Namespace) 
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
 
 
-async def test_reserving_again_takes_the_request_from_another_worker(space: Namespace) -> None:
+async def test_reserving_again_takes_the_request_from_another_worker(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1", blocks=7)
     await space.prefill_complete("r1")
@@ -246,9 +231,7 @@ async def test_reserving_again_takes_the_request_from_another_worker(space: Name
     assert await space.get("reservations", "r1") == str(b)
 
 
-async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(
-    space: Namespace,
-) -> None:
+async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(space):
     a, b = await space.worker("a"), await space.worker("b")
     assert await space.reserve(b, "r1", attempt="2000-bb") is None
     before = await space.contents()
@@ -263,7 +246,7 @@ async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refus
     assert await space.get("reservations", "r1") == str(a)
 
 
-async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space: Namespace) -> None:
+async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="2000-bb")
     await space.prefill_complete("r1")
@@ -271,9 +254,7 @@ async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space: 
     assert (await space.load(inc)).decoding == 1
 
 
-async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(
-    space: Namespace,
-) -> None:
+async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(space):
     inc = await space.worker("a")
     lasts = {"r1": 1000 + 4 * 5000, "r2": 1000 + 4 * 7000, "r3": LONG_MS}
     for request_id, prefill_s in (("r1", 5), ("r2", 2), ("r3", 100)):
@@ -284,7 +265,7 @@ async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(
         assert lasts[request_id] <= ends_ms <= lasts[request_id] + passed_ms
 
 
-async def test_expired_reservations_are_given_back_first(space: Namespace) -> None:
+async def test_expired_reservations_are_given_back_first(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r0", blocks=9)
     await space.reserve(inc, "r1", blocks=7)
@@ -296,7 +277,7 @@ async def test_expired_reservations_are_given_back_first(space: Namespace) -> No
     assert not await space.release("r1")
 
 
-async def test_a_request_gives_back_two_expired_reservations_at_most(space: Namespace) -> None:
+async def test_a_request_gives_back_two_expired_reservations_at_most(space):
     inc = await space.worker("a")
     ids = [f"r{i}" for i in range(6)]
     for request_id in ids:
@@ -309,9 +290,7 @@ async def test_a_request_gives_back_two_expired_reservations_at_most(space: Name
     assert (await space.load(inc)).requests == 1 + 2
 
 
-async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(
-    space: Namespace,
-) -> None:
+async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(space):
     a, b = await space.worker("a"), await space.worker("b")
     replies = await space.reserve_all(
         wish(a, "r1", seen_total=0),
@@ -330,7 +309,7 @@ async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_or
     assert queued == [b"r1", b"r2"]
 
 
-async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space: Namespace) -> None:
+async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "other", seen_total=0)
     replies = await space.reserve_all(
@@ -344,9 +323,7 @@ async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space: Nam
     assert ((await space.load(a)).total, (await space.load(b)).total) == (2, 1)
 
 
-async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation(
-    space: Namespace,
-) -> None:
+async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation(space):
     a, b = await space.worker("a"), await space.worker("b")
     replies = await space.reserve_all(wish(a, "r1", seen_total=0), wish(b, "r1", seen_total=0))
     assert replies == [None, None]
@@ -354,9 +331,7 @@ async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation
     assert ((await space.load(a)).requests, (await space.load(b)).requests) == (0, 1)
 
 
-async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(
-    redis_server: EmbeddedRedis, space: Namespace
-) -> None:
+async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(redis_server, space):
     inc = await space.worker("a")
     granted = await race(redis_server, space, inc, max_requests=20, seen_total=None)
     assert granted == {"made": 20, "full": 180}
@@ -377,23 +352,14 @@ async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(
     assert await space.redis.llen(space.keys[f"prefills:{inc}"]) == 20
 
 
-async def test_one_of_many_requests_that_saw_the_same_load_is_granted(
-    redis_server: EmbeddedRedis, space: Namespace
-) -> None:
+async def test_one_of_many_requests_that_saw_the_same_load_is_granted(redis_server, space):
     inc = await space.worker("a")
     granted = await race(redis_server, space, inc, max_requests=256, seen_total=0)
     assert granted == {"made": 1, "changed": 199}
     assert (await space.load(inc)).requests == 1
 
 
-async def race(
-    server: EmbeddedRedis,
-    space: Namespace,
-    inc: Incarnation,
-    *,
-    max_requests: int,
-    seen_total: int | None,
-) -> Counter[str]:
+async def race(server, space, inc, *, max_requests, seen_total):
     """Outcomes of 200 concurrent requests from eight clients, two per call."""
     clients = [connect(server.url, timeout_s=10) for _ in range(8)]
     runners = [ScriptRunner(client, timeout_s=10) for client in clients]
@@ -418,14 +384,12 @@ async def race(
     )
 
 
-def wish(
-    inc: Incarnation, request_id: str, max_requests: int = 256, seen_total: int | None = None
-) -> Wish:
+def wish(inc, request_id, max_requests=256, seen_total=None):
     reservation = Reservation(request_id, prefill_tokens=100, prefill_us=5000, blocks=7)
     return Wish(inc, reservation, max_requests, seen_total)
 
 
-async def test_requests_with_one_id_have_a_reservation_each(space: Namespace) -> None:
+async def test_requests_with_one_id_have_a_reservation_each(space):
     inc = await space.worker("a")
     for attempt in ("2000-aa", "1000-bb", "3000-cc"):
         assert await space.reserve(inc, "r1", attempt=attempt) is None
@@ -434,7 +398,7 @@ async def test_requests_with_one_id_have_a_reservation_each(space: Namespace) ->
     assert set(held) == {b"r1", b"r1~bb", b"r1~cc"}
 
 
-async def test_a_request_that_is_sent_again_keeps_to_its_place(space: Namespace) -> None:
+async def test_a_request_that_is_sent_again_keeps_to_its_place(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1", attempt="1000-aa")
     await space.reserve(a, "r1", attempt="1000-bb")
@@ -449,7 +413,7 @@ async def test_a_request_that_is_sent_again_keeps_to_its_place(space: Namespace)
         assert await space.reserve(a, "r1", attempt=f"{began_ms}-aa") is None
 
 
-async def test_a_late_sending_of_a_request_is_refused(space: Namespace) -> None:
+async def test_a_late_sending_of_a_request_is_refused(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="2000-bb")
@@ -459,7 +423,7 @@ async def test_a_late_sending_of_a_request_is_refused(space: Namespace) -> None:
     assert (await space.load(inc)).requests == 2
 
 
-async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space: Namespace) -> None:
+async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1", attempt="1000-aa")
     await space.reserve(a, "r1", attempt="2000-bb")
@@ -469,7 +433,7 @@ async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space: N
     assert await space.release("r1~cc")
 
 
-async def test_an_id_that_looks_like_a_reservations_is_one_like_any_other(space: Namespace) -> None:
+async def test_an_id_that_looks_like_a_reservations_is_one_like_any_other(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1~bb", attempt="1000-dd", retry=True)

@@ -1,13 +1,11 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.loads import Reservation, Wish
-from tests.lua.conftest import A, Namespace
+from tests.lua.conftest import A
 
 
 @pytest.mark.oldest_too
-async def test_a_retired_worker_is_gone_at_once(space: Namespace) -> None:
+async def test_a_retired_worker_is_gone_at_once(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.hold(a, [A])
     assert await space.retire("a", a)
@@ -19,7 +17,7 @@ async def test_a_retired_worker_is_gone_at_once(space: Namespace) -> None:
     assert refused.reason == "lapsed"
 
 
-async def test_a_retired_worker_s_reservations_are_dropped(space: Namespace) -> None:
+async def test_a_retired_worker_s_reservations_are_dropped(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1")
     await space.reserve(a, "r2")
@@ -37,7 +35,7 @@ async def test_a_retired_worker_s_reservations_are_dropped(space: Namespace) -> 
 
 
 @pytest.mark.parametrize("how", ["stop", "lapse", "replace"])
-async def test_what_sources_owe_ends_with_the_targets_that_end(space: Namespace, how: str) -> None:
+async def test_what_sources_owe_ends_with_the_targets_that_end(space, how):
     a, b = await space.worker("a"), await space.worker("b")
     source = Wish(b, Reservation("", prefill_tokens=90, prefill_us=9_000_000, blocks=9), 8, None)
     await space.reserve(a, "r1", source=source)
@@ -56,7 +54,7 @@ async def test_what_sources_owe_ends_with_the_targets_that_end(space: Namespace,
     assert await space.redis.hkeys(space.key("reservations")) == [b"computed source"]
 
 
-async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space: Namespace) -> None:
+async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space):
     inc = await space.worker("a")
     await space.hold(inc, [A])
     assert await space.retire("a", inc)
@@ -64,28 +62,26 @@ async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space: Namespace)
     assert await space.lost() == [inc]
 
 
-async def test_retiring_twice_does_nothing_the_second_time(space: Namespace) -> None:
+async def test_retiring_twice_does_nothing_the_second_time(space):
     inc = await space.worker("a")
     assert await space.retire("a", inc)
     assert not await space.retire("a", inc)
 
 
-async def test_another_process_cannot_retire_an_incarnation(space: Namespace) -> None:
+async def test_another_process_cannot_retire_an_incarnation(space):
     inc = await space.worker("a")
     assert not await space.retire("a", inc, nonce="stranger")
     assert set((await space.loads()).loads) == {inc}
 
 
-async def test_retiring_a_replaced_incarnation_keeps_its_successor(
-    space: Namespace,
-) -> None:
+async def test_retiring_a_replaced_incarnation_keeps_its_successor(space):
     old = await space.worker("a", nonce="first")
     new = await space.worker("a", nonce="second")
     assert not await space.retire("a", old)
     assert await space.get("current", "a:0") == str(new)
 
 
-async def test_retiring_a_staged_incarnation_keeps_the_one_that_serves(space: Namespace) -> None:
+async def test_retiring_a_staged_incarnation_keeps_the_one_that_serves(space):
     old = await space.worker("a")
     staged = await space.worker("a", resync=True)
     assert await space.retire("a", staged)

@@ -1,13 +1,11 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.loads import Reservation, Wish
 from app.state import leases
-from tests.lua.conftest import LONG_MS, NO_LOAD, A, Namespace
+from tests.lua.conftest import LONG_MS, NO_LOAD, A
 
 
-async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space: Namespace) -> None:
+async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space):
     inc = await space.worker("a")
     heard_ms = await space.now_ms()
     assert await space.do(leases.retire_lapsed(space.keys, 0, heard_ms + 2 * LONG_MS)) == 0
@@ -18,7 +16,7 @@ async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space: Namespace) -
 
 
 @pytest.mark.oldest_too
-async def test_an_incarnation_whose_lease_lapsed_is_retired(space: Namespace) -> None:
+async def test_an_incarnation_whose_lease_lapsed_is_retired(space):
     a, b = await space.worker("a", ttl_ms=1), await space.worker("b")
     await space.hold(a, [A])
     await space.hold(b, [A])
@@ -31,7 +29,7 @@ async def test_an_incarnation_whose_lease_lapsed_is_retired(space: Namespace) ->
     assert await space.retire_lapsed() == 0
 
 
-async def test_reservations_on_a_lapsed_worker_are_dropped(space: Namespace) -> None:
+async def test_reservations_on_a_lapsed_worker_are_dropped(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
@@ -42,9 +40,7 @@ async def test_reservations_on_a_lapsed_worker_are_dropped(space: Namespace) -> 
     assert not await space.redis.exists(*(space.key(key) for key in keys))
 
 
-async def test_a_lapsed_staged_incarnation_leaves_its_worker_serving(
-    space: Namespace,
-) -> None:
+async def test_a_lapsed_staged_incarnation_leaves_its_worker_serving(space):
     serving = await space.worker("a")
     staged = await space.worker("a", resync=True, ttl_ms=1)
     await space.until_lease_lapses(staged)
@@ -53,7 +49,7 @@ async def test_a_lapsed_staged_incarnation_leaves_its_worker_serving(
     assert set((await space.loads()).loads) == {serving}
 
 
-async def test_a_step_retires_at_most_sixteen_incarnations(space: Namespace) -> None:
+async def test_a_step_retires_at_most_sixteen_incarnations(space):
     for i in range(20):
         last = await space.worker(f"w{i}", ttl_ms=1)
     await space.until_lease_lapses(last)
@@ -62,9 +58,7 @@ async def test_a_step_retires_at_most_sixteen_incarnations(space: Namespace) -> 
     assert await space.retire_lapsed() == 0
 
 
-async def test_a_step_retires_no_more_once_it_has_dropped_hundreds_of_requests(
-    space: Namespace,
-) -> None:
+async def test_a_step_retires_no_more_once_it_has_dropped_hundreds_of_requests(space):
     for worker in "abc":
         inc = await space.worker(worker)
         await space.reserve_all(
@@ -78,9 +72,7 @@ async def test_a_step_retires_no_more_once_it_has_dropped_hundreds_of_requests(
 
 
 @pytest.mark.parametrize("entry", ["spoilt", "", "5", "[]", '{"worker": 7}'])
-async def test_an_incarnation_of_an_unknown_worker_is_retired_like_any_other(
-    space: Namespace, entry: str
-) -> None:
+async def test_an_incarnation_of_an_unknown_worker_is_retired_like_any_other(space, entry):
     inc = await space.worker("a", ttl_ms=1)
     await space.redis.hset(space.key("workers"), str(inc), entry)
     await space.until_lease_lapses(inc)
@@ -89,7 +81,7 @@ async def test_an_incarnation_of_an_unknown_worker_is_retired_like_any_other(
     assert await space.worker("a") == inc + 1
 
 
-async def test_a_worker_that_has_another_incarnation_by_now_keeps_it(space: Namespace) -> None:
+async def test_a_worker_that_has_another_incarnation_by_now_keeps_it(space):
     old = await space.worker("a", nonce="first")
     new = await space.worker("a", nonce="second")
     # As a failover may have it, which loses the last writes.

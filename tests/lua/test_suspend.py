@@ -1,20 +1,17 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from app.core.failures import REPORTED, SOON_S, Counts, Failure
+from app.core.failures import REPORTED, SOON_S, Counts
 from app.core.types import Incarnation, WorkerKey
-from app.core.verdicts import CALLER, LACKS, Mark, State
+from app.core.verdicts import CALLER, LACKS, State
 from app.state import leases
 from tests.eventually import eventually
-from tests.lua.conftest import BROKEN, NO_LOAD, A, Namespace
+from tests.lua.conftest import BROKEN, NO_LOAD, A
 
 
-async def fleet(space: Namespace, size: int) -> list[Incarnation]:
+async def fleet(space, size):
     """That many workers; request `r<n>` is reserved on the n-th, from 0."""
     found = [await space.worker(f"w{n}") for n in range(size)]
     for n, inc in enumerate(found):
@@ -22,14 +19,12 @@ async def fleet(space: Namespace, size: int) -> list[Incarnation]:
     return found
 
 
-async def live(space: Namespace) -> list[Incarnation]:
+async def live(space):
     return sorted((await space.loads()).loads)
 
 
 @pytest.mark.oldest_too
-async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
-    space: Namespace,
-) -> None:
+async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(space):
     failing, other = await fleet(space, 2)
     await space.hold(failing, [A])
     assert await space.suspend("r0") == failing
@@ -44,7 +39,7 @@ async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
     assert failing in found
 
 
-async def test_a_suspended_worker_that_does_not_renew_is_retired(space: Namespace) -> None:
+async def test_a_suspended_worker_that_does_not_renew_is_retired(space):
     failing, other = await fleet(space, 2)
     await space.suspend("r0")
     assert await space.retire_lapsed() == 1
@@ -52,7 +47,7 @@ async def test_a_suspended_worker_that_does_not_renew_is_retired(space: Namespac
     assert await live(space) == [other]
 
 
-async def test_a_request_without_a_reservation_suspends_nobody(space: Namespace) -> None:
+async def test_a_request_without_a_reservation_suspends_nobody(space):
     both = await fleet(space, 2)
     await space.release("r0")
     before = await space.contents()
@@ -62,7 +57,7 @@ async def test_a_request_without_a_reservation_suspends_nobody(space: Namespace)
     assert await live(space) == both
 
 
-async def test_a_lease_that_has_lapsed_is_left_as_it_is(space: Namespace) -> None:
+async def test_a_lease_that_has_lapsed_is_left_as_it_is(space):
     failing, *_ = await fleet(space, 2)
     await space.suspend("r0")
     lapsed_ms = await space.redis.zscore(space.keys["leases"], str(failing))
@@ -72,9 +67,7 @@ async def test_a_lease_that_has_lapsed_is_left_as_it_is(space: Namespace) -> Non
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 0), (2, 1), (3, 1), (7, 3), (8, 4), (12, 6)])
-async def test_half_of_the_workers_and_never_the_last_are_suspended(
-    space: Namespace, size: int, most: int
-) -> None:
+async def test_half_of_the_workers_and_never_the_last_are_suspended(space, size, most):
     everybody = await fleet(space, size)
     suspended = [inc for n in range(size) if (inc := await space.suspend(f"r{n}"))]
     assert suspended == everybody[:most]
@@ -84,9 +77,7 @@ async def test_half_of_the_workers_and_never_the_last_are_suspended(
         assert await space.suspend(f"r{size - 1}") == everybody[-1]
 
 
-async def test_a_worker_that_drains_counts_neither_as_failing_nor_as_one_that_is_left(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_drains_counts_neither_as_failing_nor_as_one_that_is_left(space):
     everybody = await fleet(space, 3)
     await space.do(leases.drain(space.keys, WorkerKey("w2")))
     assert await space.suspend("r0") == everybody[0]
@@ -94,9 +85,7 @@ async def test_a_worker_that_drains_counts_neither_as_failing_nor_as_one_that_is
     assert await live(space) == everybody[1:2]
 
 
-async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(
-    space: Namespace,
-) -> None:
+async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(space):
     [last] = await fleet(space, 1)
     for _ in range(8):
         assert (await space.register("w0", resync=True)).predecessor_lives
@@ -106,9 +95,7 @@ async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(
     assert await space.suspend("r0") == last
 
 
-async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
-    space: Namespace,
-) -> None:
+async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(space):
     both = await fleet(space, 2)
     for written in ("99", "nonsense"):
         await space.redis.hset(space.keys["reservations"], "r0", written)
@@ -117,22 +104,20 @@ async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(
     assert (await space.loads()).loads[both[1]] != NO_LOAD
 
 
-def failed(count: int, *, share: int = 300, until_ms: int = 0) -> dict[str, Any]:
+def failed(count, *, share=300, until_ms=0):
     """What is kept of a worker that failed so many in a row, the last one long ago."""
     return {"count": count, "last_ms": 1000, "until_ms": until_ms, "share": share, "at_ms": 1000}
 
 
-async def known(space: Namespace, inc: Incarnation) -> Mark:
+async def known(space, inc):
     return (await space.loads()).marks[inc].failed
 
 
-async def is_on_trial(space: Namespace, inc: Incarnation) -> bool:
+async def is_on_trial(space, inc):
     return (await space.verdict(inc)).state is State.TRIAL
 
 
-async def fail_again(
-    space: Namespace, failing: Incarnation, failure: Failure = BROKEN
-) -> Incarnation | None:
+async def fail_again(space, failing, failure=BROKEN):
     """Have the worker `w0`, whose pause is over, fail one more request."""
     count = (await known(space, failing)).count
     if count:
@@ -145,12 +130,12 @@ async def fail_again(
     return suspended
 
 
-async def pause_ms(space: Namespace, failing: Incarnation) -> int:
+async def pause_ms(space, failing):
     mark = await known(space, failing)
     return max(0, mark.until_ms - mark.last_ms)
 
 
-async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space: Namespace) -> None:
+async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space):
     failing, _ = await fleet(space, 2)
     pauses = []
     for _ in range(9):
@@ -159,7 +144,7 @@ async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space: Namespa
     assert pauses == [0, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000, 60_000]
 
 
-async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space: Namespace) -> None:
+async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space):
     failing, other = await fleet(space, 2)
     await fail_again(space, failing)
     assert await space.renew(failing)
@@ -177,16 +162,14 @@ async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space: Namespa
     assert refused.reason == "lapsed"
 
 
-async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space: Namespace) -> None:
+async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space):
     failing, _ = await fleet(space, 2)
     for _ in range(7):
         await fail_again(space, failing, replace(BROKEN, most_s=SOON_S))
     assert await pause_ms(space, failing) == 1000 * SOON_S < 10_000
 
 
-async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(space):
     failing, other = await fleet(space, 2)
     await space.do(leases.drain(space.keys, WorkerKey("w1")))
     for _ in range(7):
@@ -198,7 +181,7 @@ async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
     assert await pause_ms(space, failing) == 2000
 
 
-async def test_an_answer_ends_a_row_of_failures_and_the_trial(space: Namespace) -> None:
+async def test_an_answer_ends_a_row_of_failures_and_the_trial(space):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
     assert await is_on_trial(space, failing)
@@ -210,7 +193,7 @@ async def test_an_answer_ends_a_row_of_failures_and_the_trial(space: Namespace) 
     assert not (await space.loads()).marks
 
 
-async def test_only_one_that_was_left_alone_is_on_trial(space: Namespace) -> None:
+async def test_only_one_that_was_left_alone_is_on_trial(space):
     failing, _ = await fleet(space, 2)
     trials = []
     for _ in range(2):
@@ -220,7 +203,7 @@ async def test_only_one_that_was_left_alone_is_on_trial(space: Namespace) -> Non
     assert trials == [False, True]
 
 
-async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space: Namespace) -> None:
+async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space):
     await fleet(space, 2)
     await space.mark("w0", failed=failed(3, until_ms=await space.now_ms() + 60_000))
     before = await space.get("verdicts", "w0:0")
@@ -228,9 +211,7 @@ async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space: Nam
     assert await space.get("verdicts", "w0:0") == before
 
 
-async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(
-    space: Namespace,
-) -> None:
+async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(space):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
     await space.reserve(failing, "waited", attempt="500-a")
@@ -239,7 +220,7 @@ async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(
     assert (found.count, found.share, await is_on_trial(space, failing)) == (3, 0, False)
 
 
-async def test_an_answer_that_came_whole_ends_a_row_of_failures(space: Namespace) -> None:
+async def test_an_answer_that_came_whole_ends_a_row_of_failures(space):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", failed=failed(3, until_ms=1000))
     await space.reserve(failing, "other", attempt="2000-a")
@@ -252,9 +233,7 @@ async def test_an_answer_that_came_whole_ends_a_row_of_failures(space: Namespace
     [("500-a", True, True), ("2000-a", False, True), ("2000-a", True, False)],
     ids=["routed before the failure", "not answered", "without a first token"],
 )
-async def test_no_other_release_ends_it(
-    space: Namespace, attempt: str, answered: bool, first_token: bool
-) -> None:
+async def test_no_other_release_ends_it(space, attempt, answered, first_token):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", failed=failed(3))
     await space.reserve(failing, "other", attempt=attempt)
@@ -264,9 +243,7 @@ async def test_no_other_release_ends_it(
     assert (await known(space, failing)).count == 3
 
 
-async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(
-    space: Namespace,
-) -> None:
+async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(space):
     failing, _ = await fleet(space, 2)
     shares = []
     for number in range(3):
@@ -284,18 +261,14 @@ async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(
     assert failing in await live(space)
 
 
-async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(
-    space: Namespace,
-) -> None:
+async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(space):
     failing, _ = await fleet(space, 2)
     refuses = replace(BROKEN, in_a_row=2)
     assert await fail_again(space, failing, refuses) is None
     assert await fail_again(space, failing, refuses) == failing
 
 
-async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
-    space: Namespace,
-) -> None:
+async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(space):
     full, other = await fleet(space, 2)
     failure = replace(BROKEN, weight=0.0, in_a_row=0, pause_s=7.0)
     before_ms = await space.now_ms()
@@ -307,9 +280,7 @@ async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
     assert before_ms + 7000 <= found.until_ms <= await space.now_ms() + 7000
 
 
-async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended(
-    space: Namespace,
-) -> None:
+async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended(space):
     failing, _ = await fleet(space, 2)
     await space.release("r0")
     assert await space.suspend("r0", incarnation=failing, sent_ms=1000) == failing
@@ -317,7 +288,7 @@ async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended
     assert await space.suspend("r0", incarnation=Incarnation(99), sent_ms=1000) is None
 
 
-async def test_requests_of_before_the_last_failure_do_not_add_to_it(space: Namespace) -> None:
+async def test_requests_of_before_the_last_failure_do_not_add_to_it(space):
     failing, _ = await fleet(space, 2)
     await space.suspend("r0")
     await space.renew(failing)
@@ -328,9 +299,7 @@ async def test_requests_of_before_the_last_failure_do_not_add_to_it(space: Names
     assert (after.count, after.last_ms) == (before.count, before.last_ms)
 
 
-async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(
-    space: Namespace,
-) -> None:
+async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(space):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", failed=failed(1))
     await space.reserve(failing, "waited", attempt="500-a")
@@ -341,7 +310,7 @@ async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_wa
 POEMS = replace(BROKEN, cause="not_found", in_a_row=2, most_s=SOON_S, mark=f"{LACKS}poems")
 
 
-async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space: Namespace) -> None:
+async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space):
     both = await fleet(space, 2)
     assert await space.suspend("r0", POEMS, sent_ms=1000) is None
     snapshot = await space.loads()
@@ -349,7 +318,7 @@ async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space: Namespace) 
     assert list(snapshot.marks[both[0]]) == [POEMS.mark]
 
 
-async def test_a_worker_that_lacks_many_things_fails(space: Namespace) -> None:
+async def test_a_worker_that_lacks_many_things_fails(space):
     failing, other = await fleet(space, 2)
     for number in range(6):
         await later(space)
@@ -361,7 +330,7 @@ async def test_a_worker_that_lacks_many_things_fails(space: Namespace) -> None:
     assert marks.failed.cause == "not_found"
 
 
-async def test_what_a_worker_lacked_long_ago_is_forgotten(space: Namespace) -> None:
+async def test_what_a_worker_lacked_long_ago_is_forgotten(space):
     failing, _ = await fleet(space, 2)
     await space.mark("w0", **{f"{LACKS}{number}": failed(3) for number in range(4)})
     await space.suspend("r0", POEMS, sent_ms=1000)
@@ -370,7 +339,7 @@ async def test_what_a_worker_lacked_long_ago_is_forgotten(space: Namespace) -> N
     assert await space.redis.exists(space.keys["verdicts"]) == 0
 
 
-async def later(space: Namespace) -> None:
+async def later(space):
     """Return once the Redis clock shows another time."""
     now_ms = await space.now_ms()
     await eventually(space.now_ms, lambda now: now > now_ms)
@@ -379,9 +348,7 @@ async def later(space: Namespace) -> None:
 WITNESSED = replace(BROKEN, counts=Counts.WITNESSED)
 
 
-async def fail_for(
-    space: Namespace, *callers: str, failure: Failure = WITNESSED
-) -> list[Incarnation | None]:
+async def fail_for(space, *callers, failure=WITNESSED):
     """Have `r0` fail for one caller after another; who is suspended each time."""
     found = []
     for caller in callers:
@@ -391,9 +358,7 @@ async def fail_for(
     return found
 
 
-async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(
-    space: Namespace,
-) -> None:
+async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(space):
     both = await fleet(space, 2)
     assert await fail_for(space, *"aaaa") == [None] * 4
     assert await live(space) == both
@@ -406,7 +371,7 @@ async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(
 
 
 @pytest.mark.parametrize("failure", [REPORTED, replace(WITNESSED, counts=Counts.CALLER)])
-async def test_what_is_a_caller_s_own_is_no_witness(space: Namespace, failure: Failure) -> None:
+async def test_what_is_a_caller_s_own_is_no_witness(space, failure):
     both = await fleet(space, 2)
     assert await fail_for(space, *"abcabc", failure=failure) == [None] * 6
     if failure is REPORTED:
@@ -414,20 +379,20 @@ async def test_what_is_a_caller_s_own_is_no_witness(space: Namespace, failure: F
     assert await live(space) == both
 
 
-async def test_what_was_seen_long_ago_is_no_witness(space: Namespace) -> None:
+async def test_what_was_seen_long_ago_is_no_witness(space):
     first, _ = await fleet(space, 2)
     await space.mark("w0", **{f"{CALLER}a": failed(1, until_ms=await space.now_ms())})
     assert await fail_for(space, "b") == [None]
     assert sorted((await space.loads()).marks[first]) == [f"{CALLER}a", f"{CALLER}b"]
 
 
-async def test_of_many_callers_the_latest_are_known(space: Namespace) -> None:
+async def test_of_many_callers_the_latest_are_known(space):
     first, _ = await fleet(space, 2)
     await fail_for(space, *"abcdefghijklmn", failure=REPORTED)
     assert sorted((await space.loads()).marks[first]) == [f"{CALLER}{one}" for one in "ghijklmn"]
 
 
-async def test_the_last_worker_is_tried_again_however_often_it_failed(space: Namespace) -> None:
+async def test_the_last_worker_is_tried_again_however_often_it_failed(space):
     failing, other = await fleet(space, 2)
     await fail_again(space, failing)
     await fail_again(space, failing)
@@ -442,9 +407,7 @@ async def test_the_last_worker_is_tried_again_however_often_it_failed(space: Nam
     assert await live(space) == [other]
 
 
-async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_process(
-    space: Namespace,
-) -> None:
+async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_process(space):
     failing, other = await fleet(space, 2)
     await fail_again(space, failing)
     await fail_again(space, failing)
@@ -463,7 +426,7 @@ async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_pr
         '{"failed":{"count":9,"until_ms":99999999999999,"last_ms":99999999999999,"share":-1}}',
     ],
 )
-async def test_a_spoilt_record_counts_for_nothing(space: Namespace, text: str) -> None:
+async def test_a_spoilt_record_counts_for_nothing(space, text):
     failing, other = await fleet(space, 2)
     await space.redis.hset(space.keys["verdicts"], mapping={"w0:0": text, "junk": text})
     await space.renew(failing)
@@ -472,7 +435,7 @@ async def test_a_spoilt_record_counts_for_nothing(space: Namespace, text: str) -
     assert (await known(space, failing)).count == 1
 
 
-async def test_the_worker_is_found_by_the_id_of_the_reservation(space: Namespace) -> None:
+async def test_the_worker_is_found_by_the_id_of_the_reservation(space):
     first, second, _ = await fleet(space, 3)
     await space.reserve(first, "r", attempt="1000-aa")
     await space.reserve(second, "r", attempt="1000-bb")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -7,26 +5,26 @@ import pytest
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.state import index
 from app.state.index import SweepStep
-from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C, Namespace
+from tests.lua.conftest import CROWD, HOST, LONG_MS, A, B, C
 
 SPREAD = [SequenceHash(bucket << 60) for bucket in range(16)]
 """One block for each of the 16 buckets of 4 bits."""
 
 
 @pytest.fixture(autouse=True)
-def roots(space: Namespace) -> None:
+def roots(space):
     """Let each of these blocks begin a chain of its own."""
     for block in (A, B, C, *SPREAD):
         space.set_chain([block])
 
 
-async def swept(space: Namespace, max_buckets: int = 256) -> tuple[int, int]:
+async def swept(space, max_buckets=256):
     """Entries removed in a step, and buckets left."""
     step = await space.sweep(max_buckets)
     return step.removed, step.buckets_left
 
 
-async def test_without_dead_incarnations_there_is_nothing_to_sweep(space: Namespace) -> None:
+async def test_without_dead_incarnations_there_is_nothing_to_sweep(space):
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     before = await space.contents()
@@ -39,7 +37,7 @@ async def test_without_dead_incarnations_there_is_nothing_to_sweep(space: Namesp
     assert await space.contents() == before
 
 
-async def test_a_bucket_is_compact_again_once_its_blocks_have_few_owners(space: Namespace) -> None:
+async def test_a_bucket_is_compact_again_once_its_blocks_have_few_owners(space):
     first, *others = [await space.worker(f"w{i}") for i in range(60)]
     for inc in (first, *others):
         await space.hold(inc, [A])
@@ -54,11 +52,11 @@ async def test_a_bucket_is_compact_again_once_its_blocks_have_few_owners(space: 
     assert await space.owners(A) == f"{first}d{others[0]}d"
 
 
-async def test_a_step_soon_after_another_only_notes_who_is_lost(space: Namespace) -> None:
+async def test_a_step_soon_after_another_only_notes_who_is_lost(space):
     a, b = await space.worker("a", bucket_bits=4), await space.worker("b", bucket_bits=4)
     await space.hold(a, SPREAD)
 
-    async def soon(max_buckets: int = 4) -> SweepStep:
+    async def soon(max_buckets=4):
         return await space.sweep(max_buckets, pause_ms=LONG_MS, idle_ms=LONG_MS)
 
     nothing = SweepStep(removed=0, buckets_left=0, writers=[])
@@ -77,19 +75,19 @@ async def test_a_step_soon_after_another_only_notes_who_is_lost(space: Namespace
 
 
 @pytest.mark.parametrize("moment", ["", "spoilt", "9" * 15])
-async def test_no_corrupted_moment_keeps_steps_away(space: Namespace, moment: str) -> None:
+async def test_no_corrupted_moment_keeps_steps_away(space, moment):
     inc = await space.worker("a")
     await space.redis.hset(space.key("shard"), "stepped_ms", moment)
     step = await space.sweep(pause_ms=LONG_MS, idle_ms=LONG_MS)
     assert step.writers == [inc]
 
 
-async def test_a_missing_namespace_has_nothing_to_sweep(space: Namespace) -> None:
+async def test_a_missing_namespace_has_nothing_to_sweep(space):
     assert await swept(space) == (0, 0)
     assert await space.redis.dbsize() == 0
 
 
-async def test_a_step_searches_no_more_buckets_than_allowed(space: Namespace) -> None:
+async def test_a_step_searches_no_more_buckets_than_allowed(space):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -104,7 +102,7 @@ async def test_a_step_searches_no_more_buckets_than_allowed(space: Namespace) ->
     assert await swept(space, 5) == (0, 0)
 
 
-async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
+async def test_a_large_bucket_takes_several_steps(space):
     a, b = await space.worker("a"), await space.worker("b")
     for block in CROWD:
         space.set_chain([block])
@@ -120,7 +118,7 @@ async def test_a_large_bucket_takes_several_steps(space: Namespace) -> None:
     assert await space.redis.hlen(space.key("blocks:aa")) == len(CROWD[::2])
 
 
-async def test_live_owners_stay_as_they_are(space: Namespace) -> None:
+async def test_live_owners_stay_as_they_are(space):
     workers = [await space.worker(f"w{i}") for i in range(11)]
     await space.hold(workers[0], [A, B])
     await space.hold(workers[1], [A, C], HOST)
@@ -134,7 +132,7 @@ async def test_live_owners_stay_as_they_are(space: Namespace) -> None:
     assert not await space.redis.exists(space.key("blocks:bb"))
 
 
-async def test_several_dead_incarnations_are_swept_in_one_pass(space: Namespace) -> None:
+async def test_several_dead_incarnations_are_swept_in_one_pass(space):
     workers = [await space.worker(f"w{i}") for i in range(4)]
     for inc in workers:
         await space.hold(inc, [A, B])
@@ -145,9 +143,7 @@ async def test_several_dead_incarnations_are_swept_in_one_pass(space: Namespace)
     assert await space.redis.hkeys(space.key("applied")) == [b"2"]
 
 
-async def test_an_incarnation_that_dies_during_a_pass_is_swept_by_the_next(
-    space: Namespace,
-) -> None:
+async def test_an_incarnation_that_dies_during_a_pass_is_swept_by_the_next(space):
     a = await space.worker("a", bucket_bits=4)
     b = await space.worker("b")
     await space.hold(a, SPREAD)
@@ -163,7 +159,7 @@ async def test_an_incarnation_that_dies_during_a_pass_is_swept_by_the_next(
     assert not await space.redis.exists(space.key("dead"))
 
 
-async def test_several_callers_share_a_pass(space: Namespace) -> None:
+async def test_several_callers_share_a_pass(space):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -172,7 +168,7 @@ async def test_several_callers_share_a_pass(space: Namespace) -> None:
     assert await space.redis.keys(space.key("blocks:") + "*") == []
 
 
-async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace) -> None:
+async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space):
     a = await space.worker("a", bucket_bits=4)
     b = await space.worker("b")
     # Sixteen groups, each in a bucket of its own.
@@ -187,7 +183,7 @@ async def test_a_live_worker_s_blocks_match_throughout_a_sweep(space: Namespace)
 
 
 @pytest.mark.oldest_too
-async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace) -> None:
+async def test_nothing_is_left_of_dead_incarnations_in_the_end(space):
     keeper = await space.worker("keeper", nonce="nonce-k")
     await space.hold(keeper, [A])
     # These numbers and names occur nowhere else by chance.
@@ -223,7 +219,7 @@ async def test_nothing_is_left_of_dead_incarnations_in_the_end(space: Namespace)
     assert await space.match([A]) == [{keeper: TierOverlap(device=1)}]
 
 
-async def test_a_scrub_removes_corrupt_entries(space: Namespace) -> None:
+async def test_a_scrub_removes_corrupt_entries(space):
     inc = await space.worker("a")
     await space.hold(inc, [A, B])
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "1xspoilt")
@@ -236,14 +232,14 @@ async def test_a_scrub_removes_corrupt_entries(space: Namespace) -> None:
     assert await swept(space) == (0, 0)
 
 
-async def test_a_step_returns_the_incarnations_that_may_publish(space: Namespace) -> None:
+async def test_a_step_returns_the_incarnations_that_may_publish(space):
     a, b = await space.worker("a"), await space.worker("b")
     assert sorted((await space.sweep()).writers) == [a, b]
     await space.retire("a", a)
     assert (await space.sweep()).writers == [b]
 
 
-async def test_a_scrub_removes_an_entry_without_owners(space: Namespace) -> None:
+async def test_a_scrub_removes_an_entry_without_owners(space):
     await space.worker("a")
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "")
     await space.redis.hset(space.key("shard"), "swept_ms", "1")
@@ -251,7 +247,7 @@ async def test_a_scrub_removes_an_entry_without_owners(space: Namespace) -> None
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_writers_that_are_no_incarnations_are_not_returned(space: Namespace) -> None:
+async def test_writers_that_are_no_incarnations_are_not_returned(space):
     inc = await space.worker("a")
     junk = ["junk", "", "-1", "0", "a b", "1.5", "9" * 5000]
     await space.redis.hset(space.key("applied"), mapping=dict.fromkeys(junk, "0 x"))
@@ -259,7 +255,7 @@ async def test_writers_that_are_no_incarnations_are_not_returned(space: Namespac
     assert step.writers == [inc]
 
 
-async def test_an_incarnation_that_never_existed_is_swept_like_a_dead_one(space: Namespace) -> None:
+async def test_an_incarnation_that_never_existed_is_swept_like_a_dead_one(space):
     await space.worker("a")
     await space.redis.hset(space.key("applied"), "77", "3 x")
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "77d")
@@ -268,7 +264,7 @@ async def test_an_incarnation_that_never_existed_is_swept_like_a_dead_one(space:
     assert not await space.redis.exists(space.key("dead"), space.key("blocks:aa"))
 
 
-async def test_a_live_incarnation_does_not_stay_in_dead(space: Namespace) -> None:
+async def test_a_live_incarnation_does_not_stay_in_dead(space):
     inc = await space.worker("a")
     await space.hold(inc, [A])
     await space.redis.sadd(space.key("dead"), str(inc))
@@ -277,9 +273,7 @@ async def test_a_live_incarnation_does_not_stay_in_dead(space: Namespace) -> Non
     assert await space.match([A]) == [{inc: TierOverlap(device=1)}]
 
 
-async def test_entries_of_the_dead_are_removed_by_the_next_scrub_if_dead_is_lost(
-    space: Namespace,
-) -> None:
+async def test_entries_of_the_dead_are_removed_by_the_next_scrub_if_dead_is_lost(space):
     a, b = await space.worker("a", bucket_bits=4), await space.worker("b")
     await space.hold(a, SPREAD)
     await space.hold(b, SPREAD)
@@ -294,7 +288,7 @@ async def test_entries_of_the_dead_are_removed_by_the_next_scrub_if_dead_is_lost
 
 
 @pytest.mark.parametrize("cursor", ["spoilt", "", "-1", "16", "1e9", "3.5"])
-async def test_a_pass_with_an_invalid_cursor_starts_over(space: Namespace, cursor: str) -> None:
+async def test_a_pass_with_an_invalid_cursor_starts_over(space, cursor):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -305,9 +299,7 @@ async def test_a_pass_with_an_invalid_cursor_starts_over(space: Namespace, curso
 
 
 @pytest.mark.parametrize("within", ["spoilt", "-1", "9" * 20])
-async def test_a_pass_with_an_invalid_position_in_a_bucket_starts_that_bucket_over(
-    space: Namespace, within: str
-) -> None:
+async def test_a_pass_with_an_invalid_position_in_a_bucket_starts_that_bucket_over(space, within):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -316,9 +308,7 @@ async def test_a_pass_with_an_invalid_position_in_a_bucket_starts_that_bucket_ov
     assert await swept(space, 8) == (8, 0)
 
 
-async def test_a_pass_that_lost_its_targets_leaves_them_to_the_next(
-    space: Namespace,
-) -> None:
+async def test_a_pass_that_lost_its_targets_leaves_them_to_the_next(space):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, SPREAD)
     await space.retire("a", inc)
@@ -331,9 +321,7 @@ async def test_a_pass_that_lost_its_targets_leaves_them_to_the_next(
 
 
 @pytest.mark.parametrize("moment", ["spoilt", "", "-1", "9" * 15, None])
-async def test_a_pass_is_made_if_the_time_of_the_last_one_is_unreadable(
-    space: Namespace, moment: str | None
-) -> None:
+async def test_a_pass_is_made_if_the_time_of_the_last_one_is_unreadable(space, moment):
     inc = await space.worker("a", bucket_bits=4)
     await space.hold(inc, [SPREAD[0]])
     await space.redis.hset(space.key("blocks:f"), "junk", "77d")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from app.state.waiting import Ticket
-from tests.lua.conftest import Namespace, ticket
+from tests.lua.conftest import ticket
 
 REPLICAS = ("x", "y", "z")
 WEIGHTS = {"high:a": 16.0, "normal:a": 1.0, "normal:b": 3.0, "low:c": 1 / 16, "low:d": 1 / 16}
@@ -16,11 +16,11 @@ WEIGHTS |= {f"normal:{n}": 1.0 for n in range(5)}
 STEPS = 150
 
 
-def charge(one: Ticket) -> int:
+def charge(one):
     return int(one.name.split()[1])
 
 
-def is_picky(one: Ticket) -> bool:
+def is_picky(one):
     return one.name.endswith("x")
 
 
@@ -32,13 +32,13 @@ class Model:
     starts: dict[str, int] = field(default_factory=dict)
     queues: dict[str, list[Ticket]] = field(default_factory=dict)
 
-    def wait(self, one: Ticket) -> None:
+    def wait(self, one):
         self.starts.setdefault(one.flow, self.now)
         queue = self.queues.setdefault(one.flow, [])
         queue.append(one)
         queue.sort(key=lambda t: (t.since_ms, t.name))
 
-    def leave(self, one: Ticket, had_turn: bool) -> None:
+    def leave(self, one, had_turn):
         self.queues[one.flow].remove(one)
         if had_turn:
             self.starts[one.flow] += charge(one)
@@ -48,11 +48,11 @@ class Model:
         if not self.queues:
             self.now = 0
 
-    def turns(self, limit: int, max_picky: int) -> list[Ticket]:
+    def turns(self, limit, max_picky):
         starts = dict(self.starts)
         queues = {flow: list(queue) for flow, queue in self.queues.items()}
-        begun: list[str] = []
-        found: list[Ticket] = []
+        begun = []
+        found = []
         picky = 0
         while len(found) - picky < limit and any(queues.values()):
             # Of equal tags, as in lua/turns.lua: flows that have begun, then those by name.
@@ -81,12 +81,10 @@ class Model:
 
 @pytest.mark.parametrize("picky_share", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("seed", range(4))
-async def test_turns_equal_those_of_the_model(
-    space: Namespace, seed: int, picky_share: float
-) -> None:
+async def test_turns_equal_those_of_the_model(space, seed, picky_share):
     rng = random.Random(seed)
     model = Model()
-    waiting: list[Ticket] = []
+    waiting = []
     for number in range(STEPS):
         if not waiting or rng.random() < 0.55:
             flow = rng.choice(list(WEIGHTS))
@@ -121,12 +119,10 @@ async def test_turns_equal_those_of_the_model(
     assert await space.contents() == ""
 
 
-async def test_a_tenant_whose_requests_mostly_give_up_still_gets_its_share(
-    space: Namespace,
-) -> None:
+async def test_a_tenant_whose_requests_mostly_give_up_still_gets_its_share(space):
     # Each step has one turn. `flood` asks for ten and `modest` for one; a request that has waited
     # for more than ten steps gives up.
-    waiting: list[Ticket] = []
+    waiting = []
     served = {"normal:flood": 0, "normal:modest": 0}
     for step in range(100):
         arrived = [

@@ -1,44 +1,39 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from app.core.errors import WorkerReplaced
-from app.core.types import Incarnation, WorkerKey
+from app.core.types import WorkerKey
 from app.core.verdicts import State
 from app.state import leases
 from tests.eventually import eventually
-from tests.lua.conftest import BROKEN, LONG_MS, Namespace, info
+from tests.lua.conftest import BROKEN, LONG_MS, info
 
 DAY_MS = 86_400_000
 
 
-async def vouch(space: Namespace, *incs: Incarnation, most_ms: int = DAY_MS) -> list[bool]:
+async def vouch(space, *incs, most_ms=DAY_MS):
     return await space.do(leases.vouch(space.keys, incs, most_ms=most_ms))
 
 
-async def lapsed(space: Namespace, name: str) -> Incarnation:
+async def lapsed(space, name):
     """A worker whose agent has gone without a word."""
     inc = await space.worker(name)
     await space.redis.zadd(space.key("leases"), {str(inc): 1})
     return inc
 
 
-async def after(space: Namespace, at_ms: int) -> None:
+async def after(space, at_ms):
     await eventually(space.now_ms, lambda now: now > at_ms)
 
 
-async def told(space: Namespace, *kinds: bytes) -> list[tuple[bytes, bytes]]:
-    entries: Any = await space.redis.xrange(space.key("events"))
+async def told(space, *kinds):
+    entries = await space.redis.xrange(space.key("events"))
     return [(e[b"kind"], e[b"subject"]) for _, e in entries if e[b"kind"] in kinds]
 
 
 @pytest.mark.oldest_too
-async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(
-    space: Namespace,
-) -> None:
+async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(space):
     inc = await space.worker("a")
     await space.reserve(inc, "r1")
     await space.redis.zadd(space.key("leases"), {str(inc): await space.now_ms() + 500})
@@ -49,7 +44,7 @@ async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(
     assert (await space.load(inc)).requests == 2
 
 
-async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space: Namespace) -> None:
+async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space):
     inc, short = await space.worker("a"), await space.worker("b", ttl_ms=LONG_MS)
     now_ms = await space.now_ms()
     await space.redis.zadd(space.key("leases"), {str(short): now_ms + 30_000})
@@ -57,9 +52,7 @@ async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space: Namespace
     assert not (await space.loads()).away
 
 
-async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(
-    space: Namespace,
-) -> None:
+async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(space):
     inc = await lapsed(space, "a")
     await vouch(space, inc)
     assert await space.reserve(inc, "r1", max_requests=1) is None
@@ -68,9 +61,7 @@ async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(
     assert refused.reason == "full"
 
 
-async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(
-    space: Namespace,
-) -> None:
+async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(space):
     inc = await lapsed(space, "a")
     await space.reserve(inc, "r0")
     await vouch(space, inc)
@@ -82,9 +73,7 @@ async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(
     assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
-async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(
-    space: Namespace,
-) -> None:
+async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(space):
     """It renews the lease, and leaves the mark."""
     inc = await lapsed(space, "a")
     await vouch(space, inc)
@@ -94,9 +83,7 @@ async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(
     assert (await space.loads()).away[inc] > since_ms + 2000
 
 
-async def test_what_is_in_flight_goes_on_under_a_new_agent_beside_the_same_engine(
-    space: Namespace,
-) -> None:
+async def test_what_is_in_flight_goes_on_under_a_new_agent_beside_the_same_engine(space):
     old = await lapsed(space, "a")
     await vouch(space, old)
     await space.reserve(old, "r1")
@@ -107,7 +94,7 @@ async def test_what_is_in_flight_goes_on_under_a_new_agent_beside_the_same_engin
     assert await space.get("reservations", "r1") == str(new)
 
 
-async def test_a_new_agent_beside_another_engine_takes_over_no_requests(space: Namespace) -> None:
+async def test_a_new_agent_beside_another_engine_takes_over_no_requests(space):
     old = await lapsed(space, "a")
     await vouch(space, old)
     await space.reserve(old, "r1")
@@ -119,7 +106,7 @@ async def test_a_new_agent_beside_another_engine_takes_over_no_requests(space: N
     assert await space.get("reservations", "r1") is None
 
 
-async def test_a_process_is_not_kept_out_by_one_that_is_away(space: Namespace) -> None:
+async def test_a_process_is_not_kept_out_by_one_that_is_away(space):
     mine = await space.worker("a", nonce="mine")
     other = await space.worker("a", nonce="other")
     await space.redis.zadd(space.key("leases"), {str(other): 1})
@@ -131,7 +118,7 @@ async def test_a_process_is_not_kept_out_by_one_that_is_away(space: Namespace) -
         await space.do(again)
 
 
-async def test_one_that_said_goodbye_is_gone(space: Namespace) -> None:
+async def test_one_that_said_goodbye_is_gone(space):
     inc = await lapsed(space, "a")
     await vouch(space, inc)
     assert await space.retire("a", inc)
@@ -140,7 +127,7 @@ async def test_one_that_said_goodbye_is_gone(space: Namespace) -> None:
     assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
-async def test_one_that_drains_gets_nothing_and_can_be_put_back(space: Namespace) -> None:
+async def test_one_that_drains_gets_nothing_and_can_be_put_back(space):
     inc = await lapsed(space, "a")
     await vouch(space, inc)
     await space.do(leases.drain(space.keys, WorkerKey("a")))
@@ -154,9 +141,7 @@ async def test_one_that_drains_gets_nothing_and_can_be_put_back(space: Namespace
     assert list((await space.loads()).loads) == [inc]
 
 
-async def test_one_that_fails_requests_is_left_alone_until_its_pause_is_over(
-    space: Namespace,
-) -> None:
+async def test_one_that_fails_requests_is_left_alone_until_its_pause_is_over(space):
     a, _ = await space.worker("a"), await space.worker("b")
     await space.reserve(a, "r1")
     assert await space.suspend("r1", replace(BROKEN, pause_s=30.0)) == a
@@ -167,9 +152,7 @@ async def test_one_that_fails_requests_is_left_alone_until_its_pause_is_over(
     assert await space.retire_lapsed() == 0
 
 
-async def test_one_that_was_ill_when_its_agent_went_gets_one_request_at_a_time(
-    space: Namespace,
-) -> None:
+async def test_one_that_was_ill_when_its_agent_went_gets_one_request_at_a_time(space):
     inc, _ = await space.worker("a"), await space.worker("b")
     ill = replace(space.infos[inc], ill="stands still")
     renewal = leases.renew(space.keys, ill, inc, "nonce-a", ttl_ms=LONG_MS)
@@ -182,9 +165,7 @@ async def test_one_that_was_ill_when_its_agent_went_gets_one_request_at_a_time(
     assert snapshot.verdict(inc).state is State.TRIAL
 
 
-async def test_nobody_vouches_for_a_worker_that_is_out_of_service_while_its_agent_renews(
-    space: Namespace,
-) -> None:
+async def test_nobody_vouches_for_a_worker_that_is_out_of_service_while_its_agent_renews(space):
     """It drains, is ill, or has failed requests: its agent leaves the lease lapsed."""
     ill, drained, failed, *_ = [await space.worker(name) for name in "abcdef"]
     told = replace(space.infos[ill], ill="stands still")
@@ -201,20 +182,20 @@ async def test_nobody_vouches_for_a_worker_that_is_out_of_service_while_its_agen
     assert not snapshot.away
 
 
-async def test_a_lease_that_has_just_lapsed_is_one_that_its_agent_missed(space: Namespace) -> None:
+async def test_a_lease_that_has_just_lapsed_is_one_that_its_agent_missed(space):
     inc = await space.worker("a", ttl_ms=1)
     await space.until_lease_lapses(inc)
     assert await vouch(space, inc) == [True]
 
 
-async def test_one_that_is_staged_is_not_vouched_for(space: Namespace) -> None:
+async def test_one_that_is_staged_is_not_vouched_for(space):
     await space.worker("a")
     staged = await space.worker("a", resync=True, ttl_ms=1)
     await space.until_lease_lapses(staged)
     assert await vouch(space, staged) == [False]
 
 
-async def test_after_the_longest_absence_nobody_vouches_any_more(space: Namespace) -> None:
+async def test_after_the_longest_absence_nobody_vouches_any_more(space):
     inc = await lapsed(space, "a")
     assert await vouch(space, inc) == [True]
     await space.redis.zadd(space.key("leases"), {str(inc): 1})
@@ -224,9 +205,7 @@ async def test_after_the_longest_absence_nobody_vouches_any_more(space: Namespac
     assert await vouch(space, inc) == [True]
 
 
-async def test_one_whose_engine_answers_no_more_is_kept_for_a_while_and_then_retired(
-    space: Namespace,
-) -> None:
+async def test_one_whose_engine_answers_no_more_is_kept_for_a_while_and_then_retired(space):
     away, never = await lapsed(space, "a"), await lapsed(space, "b")
     await vouch(space, away)
     await space.redis.zadd(space.key("leases"), {str(away): 1})
@@ -238,7 +217,7 @@ async def test_one_whose_engine_answers_no_more_is_kept_for_a_while_and_then_ret
     assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
-async def test_those_that_are_kept_hold_up_no_retirement(space: Namespace) -> None:
+async def test_those_that_are_kept_hold_up_no_retirement(space):
     kept = [await lapsed(space, f"k{number}") for number in range(17)]
     assert all(await vouch(space, *kept))
     await space.redis.zadd(space.key("leases"), {str(inc): 1 for inc in kept})
@@ -247,9 +226,7 @@ async def test_those_that_are_kept_hold_up_no_retirement(space: Namespace) -> No
     assert await space.lost() == [gone]
 
 
-async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is_back(
-    space: Namespace,
-) -> None:
+async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is_back(space):
     inc = await lapsed(space, "a")
     kinds = (b"away", b"back")
     await vouch(space, inc)
@@ -267,7 +244,7 @@ async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is
 
 
 @pytest.mark.parametrize("text", ["spoilt", "[]", '{"away":7}', '{"away":{"until_ms":"5"}}'])
-async def test_a_record_that_somebody_spoilt_is_written_anew(space: Namespace, text: str) -> None:
+async def test_a_record_that_somebody_spoilt_is_written_anew(space, text):
     inc = await lapsed(space, "a")
     await space.redis.hset(space.key("verdicts"), "a:0", text)
     assert not (await space.loads()).away
@@ -276,9 +253,7 @@ async def test_a_record_that_somebody_spoilt_is_written_anew(space: Namespace, t
 
 
 @pytest.mark.parametrize("entry", ["spoilt", "", "5", "[]", '{"worker": 7}', "{}"])
-async def test_one_whose_registration_cannot_be_read_is_not_vouched_for(
-    space: Namespace, entry: str
-) -> None:
+async def test_one_whose_registration_cannot_be_read_is_not_vouched_for(space, entry):
     inc, other = await lapsed(space, "a"), await lapsed(space, "b")
     await space.redis.hset(space.key("workers"), str(inc), entry)
     assert await vouch(space, inc, other) == [False, True]

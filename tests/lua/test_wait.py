@@ -1,14 +1,12 @@
-from __future__ import annotations
-
 import pytest
 
 from app.state.waiting import MAX_CHARGE
 from tests.eventually import eventually
-from tests.lua.conftest import LONG_MS, Namespace, ticket
+from tests.lua.conftest import LONG_MS, ticket
 
 
 @pytest.mark.oldest_too
-async def test_a_ticket_that_waits_again_keeps_its_place(space: Namespace) -> None:
+async def test_a_ticket_that_waits_again_keeps_its_place(space):
     first, second = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2)
     assert await space.wait("x", second) == 1
     assert await space.wait("x", first, second) == 1
@@ -19,7 +17,7 @@ async def test_a_ticket_that_waits_again_keeps_its_place(space: Namespace) -> No
     assert await space.waiting() == {"normal:a": [first.name, second.name]}
 
 
-async def test_a_router_sees_whether_any_request_waits(space: Namespace) -> None:
+async def test_a_router_sees_whether_any_request_waits(space):
     await space.worker("w")
     assert not (await space.loads()).somebody_waits
     one = ticket("normal:a", "x", 1)
@@ -29,13 +27,13 @@ async def test_a_router_sees_whether_any_request_waits(space: Namespace) -> None
     assert not (await space.loads()).somebody_waits
 
 
-async def test_nothing_is_left_of_silent_replicas(space: Namespace) -> None:
+async def test_nothing_is_left_of_silent_replicas(space):
     for replica in ("x", "y"):
         await space.wait(replica, ticket(f"normal:{replica}", replica, 1), ttl_ms=20, kept_ms=40)
     assert await eventually(space.contents, lambda found: not found) == ""
 
 
-async def test_every_key_of_the_line_expires(space: Namespace) -> None:
+async def test_every_key_of_the_line_expires(space):
     await space.wait("x", ticket("normal:a", "x", 1), ticket("low:b", "x", 2, picky=True))
     keys = [key async for key in space.redis.scan_iter()]
     assert len(keys) == 5
@@ -46,7 +44,7 @@ async def test_every_key_of_the_line_expires(space: Namespace) -> None:
 LINE_KEYS = ("line", "flows", "easy_flows", "waiting:normal:a", "picky:normal:a")
 
 
-async def test_a_deleted_key_is_restored_by_the_next_call(space: Namespace) -> None:
+async def test_a_deleted_key_is_restored_by_the_next_call(space):
     both = ticket("normal:a", "x", 1), ticket("normal:a", "x", 2, picky=True)
     for key in LINE_KEYS:
         await space.wait("x", *both)
@@ -56,7 +54,7 @@ async def test_a_deleted_key_is_restored_by_the_next_call(space: Namespace) -> N
         assert await space.redis.exists(space.key(key)), key
 
 
-async def test_a_flow_whose_tickets_expired_starts_over(space: Namespace) -> None:
+async def test_a_flow_whose_tickets_expired_starts_over(space):
     """Its replica fell silent, but others keep the line alive."""
     b = [ticket("normal:b", "y", n) for n in (2, 3)]
     await space.wait("x", ticket("normal:a", "x", 1), *b)
@@ -66,8 +64,8 @@ async def test_a_flow_whose_tickets_expired_starts_over(space: Namespace) -> Non
     assert await space.redis.zscore(space.key("flows"), "normal:a") == 3200 + 1600
 
 
-def test_a_charge_is_a_whole_number_that_redis_can_add_up() -> None:
-    def charge(tokens: int, weight: float) -> int:
+def test_a_charge_is_a_whole_number_that_redis_can_add_up():
+    def charge(tokens, weight):
         return int(ticket("normal:a", "x", 1, tokens=tokens, weight=weight).name.split()[1])
 
     assert charge(100, 1.0) == 1600

@@ -1,19 +1,16 @@
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from app.core.types import SequenceHash
 from app.state.predictions import PredictionSettings
-from tests.lua.conftest import Namespace
 
 CHAIN = [SequenceHash((i + 1) << 52) for i in range(16)]
 HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
 @pytest.mark.oldest_too
-async def test_what_a_request_added_goes_with_it(space: Namespace) -> None:
+async def test_what_a_request_added_goes_with_it(space):
     a, b = await space.worker("a"), await space.worker("b")
     await space.predict(a, CHAIN[:4], HOURS, "1-aa")
     await space.predict(a, CHAIN, HOURS, "1-bb", confirmed=False)
@@ -27,7 +24,7 @@ async def test_what_a_request_added_goes_with_it(space: Namespace) -> None:
     assert await space.predictions() == 4
 
 
-async def test_what_another_request_has_confirmed_since_stays(space: Namespace) -> None:
+async def test_what_another_request_has_confirmed_since_stays(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS, "1-aa", confirmed=False)
     await space.predict(inc, CHAIN[:10], HOURS, "1-bb")
@@ -35,7 +32,7 @@ async def test_what_another_request_has_confirmed_since_stays(space: Namespace) 
     assert await space.predicted(CHAIN, HOURS) == {inc: 10}
 
 
-async def test_what_another_request_was_the_first_to_add_stays(space: Namespace) -> None:
+async def test_what_another_request_was_the_first_to_add_stays(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN[:10], HOURS, "1-aa", confirmed=False)
     await space.age_predictions(1)
@@ -44,9 +41,7 @@ async def test_what_another_request_was_the_first_to_add_stays(space: Namespace)
     assert await space.predicted(CHAIN, HOURS) == {inc: 10}
 
 
-async def test_the_first_token_of_another_request_brings_back_what_it_needs(
-    space: Namespace,
-) -> None:
+async def test_the_first_token_of_another_request_brings_back_what_it_needs(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN[:10], HOURS, "1-aa", confirmed=False)
     await space.predict(inc, CHAIN, HOURS, "1-bb", confirmed=False)
@@ -56,9 +51,7 @@ async def test_the_first_token_of_another_request_brings_back_what_it_needs(
     assert await space.predicted(CHAIN, HOURS) == {inc: 16}
 
 
-async def test_a_request_that_only_used_an_old_prediction_withdraws_nothing(
-    space: Namespace,
-) -> None:
+async def test_a_request_that_only_used_an_old_prediction_withdraws_nothing(space):
     inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS, "1-aa")
     await space.age_predictions(3)
@@ -68,9 +61,7 @@ async def test_a_request_that_only_used_an_old_prediction_withdraws_nothing(
     assert await space.predicted(CHAIN, HOURS) == {inc: 16}
 
 
-async def test_once_all_requests_have_ended_exactly_what_was_computed_is_left(
-    space: Namespace,
-) -> None:
+async def test_once_all_requests_have_ended_exactly_what_was_computed_is_left(space):
     rng = random.Random(1)
     workers = [await space.worker(name) for name in "ab"]
     chains = [

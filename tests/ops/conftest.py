@@ -1,13 +1,10 @@
 """A namespace in Redis for the commands of operators, and how to run them on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from redis import Redis
 
 from app.cli import main
@@ -15,7 +12,6 @@ from app.core.chains import GROUP_BLOCKS
 from app.core.hashing import compute_hashes
 from app.core.loads import Reservation, Wish
 from app.core.types import Tier
-from app.local.redis_server import EmbeddedRedis
 from app.state import reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -27,10 +23,10 @@ CHAIN = compute_hashes(PROMPT, BLOCK_SIZE)[1]
 
 
 @pytest.fixture
-def url(one_redis_server: EmbeddedRedis) -> str:
+def url(one_redis_server):
     """URL of a Redis where w1 holds the prompt, and w2 its first ten blocks in host memory."""
 
-    async def fill() -> None:
+    async def fill():
         async with connect(one_redis_server.url) as redis:
             workers = FakeWorkers(redis)
             first = await workers.register("w1")
@@ -47,29 +43,29 @@ def url(one_redis_server: EmbeddedRedis) -> str:
 
 
 @pytest.fixture
-def raw(url: str) -> Iterator[Redis]:
+def raw(url):
     with Redis.from_url(url) as client:
         yield client
 
 
-def kvroute(url: str, *arguments: str, namespace: str = NAMESPACE, **options: object) -> Result:
+def kvroute(url, *arguments, namespace=NAMESPACE, **options):
     where = ["--redis-url", url, "--namespace", namespace]
-    return CliRunner().invoke(main, [*arguments, *where], **options)  # type: ignore[arg-type]
+    return CliRunner().invoke(main, [*arguments, *where], **options)
 
 
-def as_json(url: str, *arguments: str) -> object:
+def as_json(url, *arguments):
     result = kvroute(url, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
 
-def bucket_of(position: int) -> str:
+def bucket_of(position):
     leader = CHAIN[position - position % GROUP_BLOCKS]
     return SHARD[f"blocks:{leader:016x}"[: len("blocks:") + 1]]
 
 
-def in_redis(url: str, work: Callable[[ScriptRunner], Awaitable[object]]) -> object:
-    async def run() -> object:
+def in_redis(url, work):
+    async def run():
         async with connect(url) as redis:
             return await work(ScriptRunner(redis, 5))
 

@@ -1,9 +1,5 @@
 """Which decisions say what a worker will find cached, and which say nothing of it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -35,7 +31,7 @@ CACHED = DecisionRecord(
 NOTHING = msgspec.structs.replace(CACHED, overlap=TierOverlap(0, 0, 0))
 
 
-def worker(hit_rate: float) -> WorkerStatus:
+def worker(hit_rate):
     return WorkerStatus(
         incarnation=Incarnation(1),
         info=worker_info("w"),
@@ -58,7 +54,7 @@ def worker(hit_rate: float) -> WorkerStatus:
         pytest.param({"source": "split p:0"}, id="computed elsewhere"),
     ],
 )
-def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) -> None:
+def test_what_nobody_could_predict_is_not_compared(unpredicted):
     others = [msgspec.structs.replace(NOTHING, **unpredicted)] * 300
     assert predicted([*others, *[CACHED] * 60], [worker(1.0)]).ok is None
     few = [msgspec.structs.replace(NOTHING, **unpredicted)] * 5
@@ -66,7 +62,7 @@ def test_what_nobody_could_predict_is_not_compared(unpredicted: dict[str, Any]) 
     assert predicted([*few, *[NOTHING] * 60], [worker(1.0)]).ok is False
 
 
-def test_workers_below_exact_are_named_with_what_would_change_that() -> None:
+def test_workers_below_exact_are_named_with_what_would_change_that():
     why = "it publishes no KV events: start it with some"
     told = {"trust": Trust.APPROXIMATE, "trust_cause": why}
     heard = told | {"event_addresses": ("tcp://e:5557",), "trust_cause": "nothing is heard: look"}
@@ -80,7 +76,7 @@ def test_workers_below_exact_are_named_with_what_would_change_that() -> None:
     ]
 
 
-def test_what_is_wrong_is_told_once_with_all_workers_that_say_so_and_what_to_do() -> None:
+def test_what_is_wrong_is_told_once_with_all_workers_that_say_so_and_what_to_do():
     both, one = "10 of 74 engines have no agent: start another", "1 of 257 adapters are left out: x"
     infos = [worker_info("w1", findings=(both, one)), worker_info("w2", findings=(both,))]
     told = [

@@ -1,15 +1,10 @@
 """Whether `kvroute doctor` and the console say that requests fail, and why."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 from click.testing import CliRunner
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.ops import checks
 from app.ops.doctor import doctor
 from app.state.events import NamespaceEvent
@@ -22,9 +17,7 @@ OOM = "CUDA out of memory"
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
 
 
-async def test_engines_that_answer_500_to_all_are_found_by_all(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_engines_that_answer_500_to_all_are_found_by_all(one_redis_server, redis):
     async with (
         sick_worker(redis, "a") as one,
         sick_worker(redis, "b") as other,
@@ -37,11 +30,10 @@ async def test_engines_that_answer_500_to_all_are_found_by_all(
         for _ in range(12):
             await door.post("/v1/completions", json=BODY)
 
-        async def overview() -> dict[str, Any]:
-            found: dict[str, Any] = (await door.get("/console/api/overview")).json()
-            return found
+        async def overview():
+            return (await door.get("/console/api/overview")).json()
 
-        def names(found: dict[str, Any]) -> set[str]:
+        def names(found):
             return {one["name"] for one in found["findings"] if one["level"] in ("bad", "warn")}
 
         found = await eventually(overview, lambda o: "KvrouteRequestsFail" in names(o))
@@ -59,11 +51,11 @@ async def test_engines_that_answer_500_to_all_are_found_by_all(
         assert "✗ KvrouteRequestsFail: " in done.output
 
 
-def as_dicts(table: dict[str, Any]) -> list[dict[str, Any]]:
+def as_dicts(table):
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
 
 
-def test_a_replica_that_was_lost_is_told_until_it_is_back_or_long_gone() -> None:
+def test_a_replica_that_was_lost_is_told_until_it_is_back_or_long_gone():
     now_ms = 1_000_000
     lost = NamespaceEvent("1-0", now_ms - 40_000, "replica_lost", "r1", "")
     left = NamespaceEvent("1-1", now_ms - 40_000, "replica_left", "r2", "")
@@ -73,7 +65,7 @@ def test_a_replica_that_was_lost_is_told_until_it_is_back_or_long_gone() -> None
     assert checks.lost_replicas(["r3"], [lost], now_ms + checks.LOST_MS).ok
 
 
-def test_traffic_that_is_gone_is_told_and_a_quiet_hour_is_not() -> None:
+def test_traffic_that_is_gone_is_told_and_a_quiet_hour_is_not():
     busy, quiet = [2.0] * 15, [0.0] * checks.QUIET
     gone = checks.gone_traffic([*busy, None, *quiet])
     assert (gone.ok, gone.found) == (False, "no request for 2 minutes, after 2.0 a second")

@@ -1,16 +1,10 @@
 """`kvroute drain` on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
-from app.local.redis_server import EmbeddedRedis
 from app.ops import drain
 from app.state import reservations
 from app.state.connect import connect
@@ -21,7 +15,7 @@ from tests.fake_worker import KEYS, FakeWorkers, fake_agent, running
 from tests.ops.conftest import kvroute
 
 
-def test_a_worker_with_requests_is_not_drained_at_the_deadline(url: str, raw: Redis) -> None:
+def test_a_worker_with_requests_is_not_drained_at_the_deadline(url, raw):
     result = kvroute(url, "drain", "w1", "--deadline-s", "0.3")
     assert result.exit_code == 1
     assert result.output.splitlines() == [
@@ -32,7 +26,7 @@ def test_a_worker_with_requests_is_not_drained_at_the_deadline(url: str, raw: Re
     assert raw.hget(KEYS["verdicts"], "w1:0").startswith(b'{"draining":')
 
 
-def test_without_a_deadline_it_does_not_wait(url: str) -> None:
+def test_without_a_deadline_it_does_not_wait(url):
     result = kvroute(url, "drain", "w1:0", "--deadline-s", "0")
     assert (result.exit_code, result.output) == (
         0,
@@ -40,7 +34,7 @@ def test_without_a_deadline_it_does_not_wait(url: str) -> None:
     )
 
 
-def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url: str, raw: Redis) -> None:
+def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url, raw):
     result = kvroute(url, "drain", "w2")
     assert (result.exit_code, result.output) == (
         0,
@@ -52,15 +46,13 @@ def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url: str, r
 
 
 @pytest.mark.parametrize("name", ["w3", "w1:1", "w"])
-def test_an_unknown_worker_is_named(url: str, name: str) -> None:
+def test_an_unknown_worker_is_named(url, name):
     result = kvroute(url, "drain", name)
     assert result.exit_code == 1
     assert result.output == f"Error: worker {name!r} does not exist in namespace 'test'\n"
 
 
-def test_a_redis_that_hangs_is_waited_for_until_the_deadline(
-    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redis_that_hangs_is_waited_for_until_the_deadline(own_redis_server, monkeypatch):
     monkeypatch.setattr(drain, "TIMEOUT_S", 0.1)
     with Redis.from_url(own_redis_server.url) as raw:
         raw.hset(KEYS["current"], "w1:0", "1")
@@ -77,8 +69,8 @@ def test_a_redis_that_hangs_is_waited_for_until_the_deadline(
 
 
 async def test_a_worker_that_redis_has_just_lost_is_not_called_drained(
-    one_redis_server: EmbeddedRedis, redis: AsyncRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr(drain, "CARRIED_MS", 2500)
     workers = FakeWorkers(redis)
     await workers.register("w1")
@@ -86,7 +78,7 @@ async def test_a_worker_that_redis_has_just_lost_is_not_called_drained(
     arguments = ("drain", "w1", "--deadline-s", "3")
     draining = asyncio.create_task(asyncio.to_thread(kvroute, one_redis_server.url, *arguments))
 
-    async def marked() -> bool:
+    async def marked():
         return bool(await redis.exists(KEYS["verdicts"]))
 
     await eventually(marked)
@@ -98,9 +90,7 @@ async def test_a_worker_that_redis_has_just_lost_is_not_called_drained(
     assert (await draining).output.splitlines()[-1] == "Error: after 3 s, 1 request left"
 
 
-async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worker(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worker(one_redis_server):
     async with (
         connect(one_redis_server.url) as redis,
         started_replica(one_redis_server.url) as replica,
@@ -110,7 +100,7 @@ async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worke
             running(fake_agent(runner, KEYS, "a")) as first,
             running(fake_agent(runner, KEYS, "b")),
         ):
-            asked: dict[str, Any] = {"token_ids": [1] * 8, "exclude": ["b"]}
+            asked = {"token_ids": [1] * 8, "exclude": ["b"]}
             await eventually(_status(replica, asked), lambda status: status == 200)
             held = (await replica.post("/v1/route", json=asked | {"request_id": "r"})).json()
             assert not await first.drain(0.2)
@@ -131,9 +121,8 @@ async def test_an_agent_that_is_told_to_stop_waits_for_the_requests_on_its_worke
             assert held["worker_id"] == "a"
 
 
-def _status(replica: Any, asked: dict[str, Any]) -> Callable[[], Any]:
-    async def status() -> int:
-        code: int = (await replica.post("/v1/route", json=asked)).status_code
-        return code
+def _status(replica, asked):
+    async def status():
+        return (await replica.post("/v1/route", json=asked)).status_code
 
     return status

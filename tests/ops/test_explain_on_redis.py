@@ -1,19 +1,14 @@
 """What `kvroute explain` and `kvroute whatif` print of the decisions that Redis keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import numpy as np
-from click.testing import CliRunner, Result
-from redis.asyncio import Redis
+from click.testing import CliRunner
 
 from app.cli import main
 from app.core.trust import Trust
 from app.core.types import TierOverlap
-from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ROWS, ChoiceInputs, DecisionRecord, encode
@@ -22,24 +17,24 @@ from tests.fake_worker import KEYS, NAMESPACE
 from tests.ops.test_explain import record
 
 
-async def kvroute(server: EmbeddedRedis, *arguments: str) -> Result:
+async def kvroute(server, *arguments):
     where = ["--redis-url", server.url, "--namespace", NAMESPACE]
     return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, *where])
 
 
-async def as_json(server: EmbeddedRedis, *arguments: str) -> Any:
+async def as_json(server, *arguments):
     result = await kvroute(server, *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
 
-async def keep(redis: Redis, *records: DecisionRecord) -> None:
+async def keep(redis, *records):
     for one in records:
         await redis.xadd(KEYS["decisions"], {decisions.FIELD: encode(one)})
 
 
-def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) -> DecisionRecord:
-    known: dict[str, Any] = {
+def decided(request_id, seen=None, **others):
+    known = {
         "request_id": request_id,
         "at_ms": 0,
         "worker": "w1:0",
@@ -57,9 +52,7 @@ def decided(request_id: str, seen: ChoiceInputs | None = None, **others: Any) ->
     return DecisionRecord(**known | others)
 
 
-async def test_explain_says_what_was_decided_and_why(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_explain_says_what_was_decided_and_why(one_redis_server, redis):
     await keep(
         redis, decided("r1"), decided("r2", best=Best("", 0), waited_ms=0, trust=Trust.BLIND)
     )
@@ -83,8 +76,8 @@ async def test_explain_says_what_was_decided_and_why(
 
 
 async def test_explain_lists_the_cheapest_candidate_first_with_the_blocks_of_all_its_tiers(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     columns = {name: np.zeros(3) for name in ROWS}
     columns["overlap_device"] += [1, 3, 2]
     columns["overlap_host"] += [2, 2, 0]
@@ -102,8 +95,8 @@ async def test_explain_lists_the_cheapest_candidate_first_with_the_blocks_of_all
 
 
 async def test_whatif_skips_decisions_without_candidates_and_applies_the_weight(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     # w2 holds all, but has two blocks more in flight.
     found = record("w2:0", "blocks", overlaps=[0, 0, 10, 0], requests=[0, 9, 1, 9])
     assert found.seen is not None

@@ -1,9 +1,6 @@
 """What replicas say of themselves, and what it comes to together."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
@@ -15,12 +12,12 @@ from app.ops.figures import Reading, Together, Window, read
 from app.router.metrics import Telemetry
 
 
-def said(telemetry: Telemetry, window: Window, now_s: float) -> dict[str, Any]:
+def said(telemetry, window, now_s):
     window.add(read(telemetry.registry), now_s)
     return window.figures()
 
 
-def routed(telemetry: Telemetry, times: int, seconds: float = 0.0015) -> None:
+def routed(telemetry, times, seconds=0.0015):
     for _ in range(times):
         telemetry.decisions_of("latency", "routed").inc()
         telemetry.locality_of("kept").inc()
@@ -28,7 +25,7 @@ def routed(telemetry: Telemetry, times: int, seconds: float = 0.0015) -> None:
         telemetry.decision_seconds.observe(seconds)
 
 
-def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute() -> None:
+def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute():
     telemetry, window = Telemetry(), Window()
     said(telemetry, window, 0.0)
     routed(telemetry, 30)
@@ -44,7 +41,7 @@ def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute() -> No
     assert together.localities() == {}
 
 
-def test_percentiles_are_of_all_replicas_together() -> None:
+def test_percentiles_are_of_all_replicas_together():
     figures = []
     for seconds in (0.0015, 0.15):
         telemetry, window = Telemetry(), Window()
@@ -76,7 +73,7 @@ def test_percentiles_are_of_all_replicas_together() -> None:
         {"window_s": 1, "counts": {}, "minute": {}, "buckets": {"ttft": [1]}, "gauges": {}},
     ],
 )
-def test_figures_that_make_no_sense_count_for_nothing(figures: dict[str, Any]) -> None:
+def test_figures_that_make_no_sense_count_for_nothing(figures):
     telemetry, window = Telemetry(), Window()
     said(telemetry, window, 0.0)
     routed(telemetry, 10)
@@ -84,7 +81,7 @@ def test_figures_that_make_no_sense_count_for_nothing(figures: dict[str, Any]) -
     assert Together([figures, sound]).series() == Together([sound]).series()
 
 
-def test_an_alert_fires_by_the_figures_and_says_how_much() -> None:
+def test_an_alert_fires_by_the_figures_and_says_how_much():
     telemetry, window = Telemetry(), Window()
     said(telemetry, window, 0.0)
     assert list(holding(Together([said(telemetry, window, 1.0)]))) == []
@@ -102,11 +99,11 @@ def test_an_alert_fires_by_the_figures_and_says_how_much() -> None:
     }
 
 
-def counted(*counts: tuple[str, dict[str, str], float], ttft: tuple[int, int] = (0, 0)) -> Together:
+def counted(*counts, ttft=(0, 0)):
     """What a replica tells that has counted these since its last reading. ttft: first tokens that
     came in time, and later."""
     registry, window = CollectorRegistry(), Window()
-    metrics: dict[str, Counting] = {}
+    metrics = {}
     window.add(read(registry), 0.0)
     for name, labels, value in counts:
         if name not in metrics:
@@ -120,11 +117,11 @@ def counted(*counts: tuple[str, dict[str, str], float], ttft: tuple[int, int] = 
     return Together([window.figures()])
 
 
-def of_key(name: str, key: str, value: float, **labels: str) -> tuple[str, dict[str, str], float]:
+def of_key(name, key, value, **labels):
     return f"key_{name}", {"key": key} | labels, value
 
 
-def test_a_key_is_named_that_floods_or_is_over_its_limits() -> None:
+def test_a_key_is_named_that_floods_or_is_over_its_limits():
     tokens = [of_key("tokens", key, n, kind="prompt") for key, n in (("ann", 90), ("bob", 10))]
     waited = of_key("waited_seconds", "bob", 2.0)
     asked = [of_key("requests", "bob", 30, ended="ok"), of_key("limited", "bob", 9, limit="tokens")]
@@ -138,24 +135,24 @@ def test_a_key_is_named_that_floods_or_is_over_its_limits() -> None:
     assert not [*holding(counted(*alone))], "there is no other key"
 
 
-def requests(outcome: str, times: int, code: int = 200) -> tuple[str, dict[str, str], float]:
+def requests(outcome, times, code=200):
     return "door_requests", {"model": "m", "outcome": outcome, "code": str(code)}, times
 
 
-def unknown(outcome: str, times: int, code: int) -> tuple[str, dict[str, str], float]:
+def unknown(outcome, times, code):
     """Of requests whose model nobody knows."""
     return "door_requests", {"model": "", "outcome": outcome, "code": str(code)}, times
 
 
-def at_worker(outcome: str, times: int) -> tuple[str, dict[str, str], float]:
+def at_worker(outcome, times):
     return "door_worker_requests", {"worker": "w:0", "outcome": outcome, "cause": ""}, times
 
 
-def tokens(**kinds: int) -> list[tuple[str, dict[str, str], float]]:
+def tokens(**kinds):
     return [("door_tokens", {"model": "m", "kind": kind}, n) for kind, n in kinds.items()]
 
 
-def test_endings_are_rates_and_of_models_and_workers() -> None:
+def test_endings_are_rates_and_of_models_and_workers():
     together = counted(
         *(requests("ok", 50), requests("engine_error", 25, 500), requests("cut", 5)),
         *(requests("left_before_token", 10, 499), requests("left_after_token", 5)),
@@ -176,7 +173,7 @@ def test_endings_are_rates_and_of_models_and_workers() -> None:
     assert together.workers == {"w:0": {"ok": 50, "failed": 30, "left_before": 10}}
 
 
-def test_what_an_engine_counted_before_it_was_seen_is_nothing_of_the_last_minute() -> None:
+def test_what_an_engine_counted_before_it_was_seen_is_nothing_of_the_last_minute():
     window = Window()
     window.add(Reading(), 0.0)
     for second, failed in ((1.0, 7), (2.0, 7), (3.0, 9)):
@@ -185,7 +182,7 @@ def test_what_an_engine_counted_before_it_was_seen_is_nothing_of_the_last_minute
         assert grown == ({"w:0": {"kv_failed": 2}} if failed == 9 else {})
 
 
-def test_work_is_of_models_and_workers_too() -> None:
+def test_work_is_of_models_and_workers_too():
     together = counted(
         ("door_retries", {"model": "m"}, 3.0),
         ("door_migrations", {"model": "m"}, 2.0),
@@ -198,7 +195,7 @@ def test_work_is_of_models_and_workers_too() -> None:
     assert together.series()["retries_per_s"] == 0.6
 
 
-def test_what_is_cached_is_what_engines_report() -> None:
+def test_what_is_cached_is_what_engines_report():
     saved = ("saved_prefill_seconds", {"of": "all"}, 10.0)
     blocks = [("isl_blocks", {"of": "all"}, 100.0), ("overlap_blocks", {"of": "all"}, 99.0)]
     none = counted(saved, *blocks, *tokens(prompt=100, told=100, cached=0, predicted=99)).series()
@@ -252,7 +249,7 @@ def test_what_is_cached_is_what_engines_report() -> None:
         ),
     ],
 )
-def test_a_condition_holds_above_its_threshold(counts: list[Any], names: list[str]) -> None:
+def test_a_condition_holds_above_its_threshold(counts, names):
     found = holding(counted(*counts, ttft=(80, 0)))
     assert [check.about for check in found] == names
 
@@ -267,7 +264,7 @@ def test_a_condition_holds_above_its_threshold(counts: list[Any], names: list[st
         ("cpu:r", "KvrouteRouterBusy"),
     ],
 )
-def test_the_worst_of_each_worker_model_and_replica_is_named(gauge: str, name: str) -> None:
+def test_the_worst_of_each_worker_model_and_replica_is_named(gauge, name):
     most = next(one.threshold for one in CONDITIONS if one.name == name)
     window = Window()
     for value, found in ((most, []), (1.1 * most, [name])):
@@ -277,7 +274,7 @@ def test_the_worst_of_each_worker_model_and_replica_is_named(gauge: str, name: s
         assert all(gauge.partition(":")[2] in check.found for check in checks)
 
 
-def test_workers_are_asked_for_only_where_those_there_are_busy() -> None:
+def test_workers_are_asked_for_only_where_those_there_are_busy():
     for outcome, more, remedy in (
         ("all_busy", 0.0, "add workers"),
         ("no_workers", 0.0, "states and causes"),
@@ -292,7 +289,7 @@ def test_workers_are_asked_for_only_where_those_there_are_busy() -> None:
         assert remedy in check.remedy
 
 
-def test_no_share_is_told_of_a_few_requests() -> None:
+def test_no_share_is_told_of_a_few_requests():
     telemetry, window = Telemetry(), Window()
     said(telemetry, window, 0.0)
     routed(telemetry, 2, seconds=0.2)

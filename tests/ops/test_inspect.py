@@ -1,7 +1,5 @@
 """What `kvroute inspect` shows of a namespace."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -10,19 +8,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from redis import Redis
 
 from app.cli import main
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReadings
-from app.local.redis_server import EmbeddedRedis
 from app.state import reading
 from app.state.connect import connect
-from app.state.scripts import ScriptRunner
 from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
 from tests.ops.conftest import CHAIN, PROMPT, as_json, bucket_of, in_redis, kvroute
 
 
-def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
+def test_the_summary_counts_blocks_by_worker_and_tier(url):
     found = as_json(url, "inspect", "summary")
     assert found["namespaces"] == [NAMESPACE]
     summary = found["summary"]
@@ -41,7 +36,7 @@ def test_the_summary_counts_blocks_by_worker_and_tier(url: str) -> None:
     ]
 
 
-def test_metrics_dated_later_than_the_clock_have_an_age_of_zero(url: str, raw: Redis) -> None:
+def test_metrics_dated_later_than_the_clock_have_an_age_of_zero(url, raw):
     ahead_ms = int(raw.time()[0]) * 1000 + 60_000
     raw.xadd(KEYS["metrics"], {"worker": "w1:0", "incarnation": "1"}, id=f"{ahead_ms}-0")
     summary = as_json(url, "inspect", "summary")["summary"]
@@ -56,28 +51,22 @@ def test_metrics_dated_later_than_the_clock_have_an_age_of_zero(url: str, raw: R
         *("inspect worker w1", "inspect usage", "explain req-7", "whatif --policy blocks"),
     ],
 )
-def test_a_namespace_that_does_not_exist_is_an_error(
-    url: str, command: str, form: list[str]
-) -> None:
+def test_a_namespace_that_does_not_exist_is_an_error(url, command, form):
     result = kvroute(url, *command.split(), *form, namespace="typo")
     assert (result.exit_code, result.stderr) == (1, "Error: namespace 'typo' does not exist\n")
     # Only the summary lists the namespaces that exist.
     assert (NAMESPACE in result.stdout) == (command == "inspect summary")
 
 
-def test_an_overfull_index_is_reported_as_such(
-    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overfull_index_is_reported_as_such(url, raw, monkeypatch):
     monkeypatch.setattr("app.ops.namespaces.FULL_FACTOR", 1)
     raw.hset(SHARD["shard"], "bucket_bits", "1")
     assert "laid out for 16 (overfull" in kvroute(url, "inspect", "summary").output
 
 
 @pytest.mark.parametrize("bits", ["spoilt", "", "0", "-1", "25", "1e1", "9" * 5000])
-def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
-    url: str, raw: Redis, bits: str
-) -> None:
-    async def fill(runner: ScriptRunner) -> float:
+def test_a_shard_whose_layout_makes_no_sense_is_not_counted(url, raw, bits):
+    async def fill(runner):
         return await reading.fill(runner.redis, KEYS, 1, random.Random(1))
 
     assert in_redis(url, fill) > 0
@@ -87,7 +76,7 @@ def test_a_shard_whose_layout_makes_no_sense_is_not_counted(
     assert "40 unique blocks, laid out for 0\n" in text
 
 
-def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
+def test_a_large_bucket_is_read_in_parts(url, raw):
     """Buckets grow large where many chains diverge in the middle of a group."""
     many = {f"{n:016x}": "1d" for n in range(5000)}
     raw.hset(SHARD["blocks:aa"], mapping=many)
@@ -100,16 +89,14 @@ def test_a_large_bucket_is_read_in_parts(url: str, raw: Redis) -> None:
 
 @pytest.mark.parametrize("field", ["shards", "block_size"])
 @pytest.mark.parametrize("text", ["spoilt", "", "0", "-1", "9" * 500])
-def test_a_corrupted_setting_of_a_namespace_is_named(
-    url: str, raw: Redis, field: str, text: str
-) -> None:
+def test_a_corrupted_setting_of_a_namespace_is_named(url, raw, field, text):
     raw.hset(KEYS["meta"], field, text)
     result = kvroute(url, "inspect", "summary")
     assert result.exit_code == 1
     assert result.stderr == f"Error: {KEYS['meta']}: {field} is {text!r}\n"
 
 
-def test_corrupted_names_are_shown_as_far_as_possible(url: str, raw: Redis) -> None:
+def test_corrupted_names_are_shown_as_far_as_possible(url, raw):
     raw.hset(KEYS["requests:1"], b"\xff", b"\xfe")
     raw.zadd(KEYS["waiting:normal:}:meta"], {"request": 1})
     raw.set(b"kvroute:1:{\xff}:meta", "")
@@ -120,13 +107,13 @@ def test_corrupted_names_are_shown_as_far_as_possible(url: str, raw: Redis) -> N
     assert owner["key"] == SHARD["blocks:\ufffd"]
 
 
-def test_leases_that_somebody_made_endless_are_shown(url: str, raw: Redis) -> None:
+def test_leases_that_somebody_made_endless_are_shown(url, raw):
     raw.zadd(KEYS["leases"], {"1": "+inf", "2": "-inf"})
     endless, lapsed = as_json(url, "inspect", "summary")["summary"]["workers"]
     assert endless["lease_ms"] > 0 > lapsed["lease_ms"]
 
 
-def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
+def test_a_block_is_found_by_its_hash_alone(url):
     assert as_json(url, "inspect", "block", f"{CHAIN[3]:016x}") == [
         {"worker": "w1:0", "incarnation": 1, "tier": "device", "key": bucket_of(3)},
         {"worker": "w2:1", "incarnation": 2, "tier": "host", "key": bucket_of(3)},
@@ -144,13 +131,13 @@ def test_a_block_is_found_by_its_hash_alone(url: str) -> None:
         ("-1", "is negative"),
     ],
 )
-def test_an_invalid_block_hash_is_refused(wrong: str, why: str) -> None:
+def test_an_invalid_block_hash_is_refused(wrong, why):
     result = CliRunner().invoke(main, ["inspect", "block", "--", wrong])
     assert result.exit_code == 2
     assert f"{wrong!r} {why}" in result.output
 
 
-def test_a_worker_is_shown_with_its_reservations(url: str) -> None:
+def test_a_worker_is_shown_with_its_reservations(url):
     [found] = as_json(url, "inspect", "worker", "w1")
     assert found["info"]["address"] == "http://w1-0:80"
     assert found["blocks"] == {"device": 40, "host": 0, "disk": 0}
@@ -168,8 +155,8 @@ def test_a_worker_is_shown_with_its_reservations(url: str) -> None:
     assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9' does not exist\n")
 
 
-def test_a_worker_is_shown_with_the_readings_of_its_gpu(one_redis_server: EmbeddedRedis) -> None:
-    async def fill() -> None:
+def test_a_worker_is_shown_with_the_readings_of_its_gpu(one_redis_server):
+    async def fill():
         async with connect(one_redis_server.url) as redis:
             workers = FakeWorkers(redis)
             for name, readings in {
@@ -206,7 +193,7 @@ def test_a_worker_is_shown_with_the_readings_of_its_gpu(one_redis_server: Embedd
     assert found["gpu"]["power_w"] is None
 
 
-def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> None:
+def test_a_prompt_is_looked_up_as_tokens_or_text(url, tmp_path):
     tokens, text = tmp_path / "prompt.json", tmp_path / "prompt.txt"
     tokens.write_text(json.dumps(PROMPT[:50]))
     text.write_bytes(bytes(PROMPT[:44]))
@@ -227,9 +214,7 @@ def test_a_prompt_is_looked_up_as_tokens_or_text(url: str, tmp_path: Path) -> No
     assert refused.stderr.startswith(f"Error: {text} is not JSON: ")
 
 
-def test_a_worker_without_a_valid_lease_is_not_shown_as_holding_a_prompt(
-    url: str, raw: Redis, tmp_path: Path
-) -> None:
+def test_a_worker_without_a_valid_lease_is_not_shown_as_holding_a_prompt(url, raw, tmp_path):
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(PROMPT))
     raw.zadd(KEYS["leases"], {"1": 1})
@@ -239,9 +224,7 @@ def test_a_worker_without_a_valid_lease_is_not_shown_as_holding_a_prompt(
     assert as_json(url, "inspect", "prefix", str(tokens))["overlaps"] == []
 
 
-def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
-    url: str, raw: Redis, tmp_path: Path
-) -> None:
+def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(url, raw, tmp_path):
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(PROMPT))
     raw.set(SHARD["dead"], "spoilt")
@@ -250,7 +233,7 @@ def test_an_index_that_cannot_be_read_is_not_taken_for_an_empty_one(
     assert "the index cannot be read in 'test#0'" in result.output
 
 
-def steady(shown: object) -> str:
+def steady(shown):
     """What a command shows, without what changes with time and with the server's buffers."""
     return re.sub(r'"(lease_ms|memory_bytes|metrics_age_s)": [^,}]+', "", json.dumps(shown))
 
@@ -268,9 +251,7 @@ def steady(shown: object) -> str:
     ],
     ids=lambda command: command[0],
 )
-def test_a_full_redis_is_inspected_like_any_other(
-    command: list[str], url: str, raw: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_redis_is_inspected_like_any_other(command, url, raw, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompt.json").write_text(json.dumps(PROMPT))
     before = steady(as_json(url, "inspect", *command))

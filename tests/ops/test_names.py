@@ -1,18 +1,13 @@
 """Which namespaces get the requests for a name, as the doctor and the console tell."""
 
-from __future__ import annotations
-
-from redis.asyncio import Redis
-
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.worker_report import WorkerInfo
 from app.ops.names import check, names_of
 from app.state import leases, models, replicas
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import FakeWorker, worker_info
 
 
-async def worker(redis: Redis, namespace: str, *names: str) -> FakeWorker:
+async def worker(redis, namespace, *names):
     runner = ScriptRunner(redis, 5.0)
     started = FakeWorker(runner, Keyspace(namespace), worker_info(namespace, models=names))
     await started.register()
@@ -21,17 +16,17 @@ async def worker(redis: Redis, namespace: str, *names: str) -> FakeWorker:
     return started
 
 
-async def router(redis: Redis, namespace: str, name: str, weights: str) -> None:
+async def router(redis, namespace, name, weights):
     beat = replicas.beat(Keyspace(namespace), name, {"namespace_weights": weights})
     await ScriptRunner(redis, 5.0).one(beat)
 
 
-async def found(redis: Redis, namespace: str, info: WorkerInfo) -> tuple[bool | None, str]:
-    told = check(await names_of(redis, namespace, [info]), namespace, [info])  # type: ignore[arg-type]
+async def found(redis, namespace, info):
+    told = check(await names_of(redis, namespace, [info]), namespace, [info])
     return told.ok, told.found
 
 
-async def test_each_namespaces_part_of_a_names_requests_is_told(redis: Redis) -> None:
+async def test_each_namespaces_part_of_a_names_requests_is_told(redis):
     old = (await worker(redis, "old", "m", "sql", "own")).info
     started = await worker(redis, "new", "m", "sql")
     new = started.info
@@ -50,9 +45,7 @@ async def test_each_namespaces_part_of_a_names_requests_is_told(redis: Redis) ->
     assert (await found(redis, "old", old))[1] == "m, own, sql: old 100%"
 
 
-async def test_a_name_is_free_once_who_had_it_is_gone_or_speaks_another_version(
-    redis: Redis,
-) -> None:
+async def test_a_name_is_free_once_who_had_it_is_gone_or_speaks_another_version(redis):
     gone = await worker(redis, "gone", "m")
     await worker(redis, "later", "m")
     new = (await worker(redis, "new", "m")).info
@@ -63,7 +56,7 @@ async def test_a_name_is_free_once_who_had_it_is_gone_or_speaks_another_version(
     assert await found(redis, "new", new) == (True, "m: new 100%")
 
 
-async def test_routers_that_spread_requests_differently_are_told(redis: Redis) -> None:
+async def test_routers_that_spread_requests_differently_are_told(redis):
     old = (await worker(redis, "old", "m")).info
     await worker(redis, "new", "m")
     await router(redis, "old", "r1", "old=3,new=1")

@@ -1,19 +1,17 @@
-from __future__ import annotations
-
 from app.core.types import SequenceHash
 from app.ops.prefixes import PrefixUsage, usages
 from tests.state.test_decisions import CHAIN, record
 
 
-def test_a_prompt_of_less_than_a_block_has_no_prefixes() -> None:
+def test_a_prompt_of_less_than_a_block_has_no_prefixes():
     found = list(usages([record("r1", []), record("r2", CHAIN[:4])]))
     assert [(usage.num_blocks, usage.requests) for usage in found] == [(4, 1)]
 
 
-def test_a_prefix_counts_once_for_each_request_that_has_all_of_it() -> None:
+def test_a_prefix_counts_once_for_each_request_that_has_all_of_it():
     system, document = CHAIN[:20], CHAIN[:40]
 
-    def private(n: int, stem: list[SequenceHash], length: int) -> list[SequenceHash]:
+    def private(n, stem, length):
         return [*stem, *(SequenceHash(1000 * n + i) for i in range(length))]
 
     prompts = [private(1, system, 30), private(2, document, 8), private(3, document, 60), CHAIN[:4]]

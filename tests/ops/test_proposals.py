@@ -1,13 +1,8 @@
 """`kvroute planner explain` and `kvroute whatif --workers` on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
-from redis import Redis
-
-from app.local.redis_server import EmbeddedRedis
 from app.state import planner
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -29,8 +24,8 @@ PROPOSAL = {
 }
 
 
-def test_proposals_are_shown_with_what_they_were_made_from(url: str) -> None:
-    async def propose() -> None:
+def test_proposals_are_shown_with_what_they_were_made_from(url):
+    async def propose():
         async with connect(url) as redis:
             runner = ScriptRunner(redis, 5)
             token = (await runner.one(planner.lead(KEYS, "a", 60_000))).token
@@ -47,14 +42,14 @@ def test_proposals_are_shown_with_what_they_were_made_from(url: str) -> None:
     assert shown["unique_value_s"] == 2.5
 
 
-def test_pools_are_shown_as_such(url: str) -> None:
+def test_pools_are_shown_as_such(url):
     pools = {
         "pools": {"prefill": 1, "decode": 3},
         "desired_pools": {"prefill": 2, "decode": 2},
         "candidates": [PREDICTED | {"pools": {"prefill": 5, "decode": 7}}],
     }
 
-    async def propose() -> None:
+    async def propose():
         async with connect(url) as redis:
             runner = ScriptRunner(redis, 5)
             token = (await runner.one(planner.lead(KEYS, "a", 60_000))).token
@@ -66,7 +61,7 @@ def test_pools_are_shown_as_such(url: str) -> None:
         assert text in printed
 
 
-def test_without_proposals_and_decisions_that_is_said(url: str, raw: Redis) -> None:
+def test_without_proposals_and_decisions_that_is_said(url, raw):
     result = kvroute(url, "planner", "explain")
     assert (result.exit_code, result.output) == (
         1,
@@ -80,7 +75,7 @@ def test_without_proposals_and_decisions_that_is_said(url: str, raw: Redis) -> N
     assert "needs --policy or --workers" in kvroute(url, "whatif").output
 
 
-async def test_fewer_and_more_workers_are_played(one_redis_server: EmbeddedRedis) -> None:
+async def test_fewer_and_more_workers_are_played(one_redis_server):
     url = one_redis_server.url
     async with (
         connect(url) as redis,

@@ -1,13 +1,9 @@
 """`kvroute reset` deletes one namespace."""
 
-from __future__ import annotations
-
-from redis import Redis
-
 from tests.ops.conftest import kvroute
 
 
-def test_a_reset_asks_and_deletes_only_its_own_namespace(url: str, raw: Redis) -> None:
+def test_a_reset_asks_and_deletes_only_its_own_namespace(url, raw):
     others = ["kvroute:1:{tes}:meta", "kvroute:1:{test2#0}:shard", "test", "kvroute:1:{a/test}:x"]
     for other in others:
         raw.set(other, "mine")

@@ -1,12 +1,5 @@
 """`kvroute inspect funnel`: what replicas tell of reuse, as a picture and as JSON."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from redis.asyncio import Redis
-
-from app.local.redis_server import EmbeddedRedis
 from app.state import replicas
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
@@ -26,8 +19,8 @@ ROWS = [
 
 
 async def test_the_picture_and_the_json_say_where_the_reuse_of_all_replicas_went(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     await FakeWorkers(redis).register("w1")
     nothing = await kvroute(one_redis_server, "inspect", "funnel")
     assert nothing.output == "no prompt was routed in the last hour by the 0 replicas that tell\n"
@@ -45,7 +38,7 @@ async def test_the_picture_and_the_json_say_where_the_reuse_of_all_replicas_went
         "  by the chosen one   50.0% ████████████████████                     lost: load 10.0%",
         "  used by its engine  47.5% ███████████████████                      lost: race 2.5%",
     ]
-    models: dict[str, Any] = (await as_json(one_redis_server, "inspect", "funnel"))["models"]
+    models = (await as_json(one_redis_server, "inspect", "funnel"))["models"]
     assert list(models) == ["", "llama"]
     assert [models[""][name] for name in ("prompt_tokens", "seen", "used")] == [2200, 1700, 950]
     assert {"to": "held", "cause": "evicted", "tokens": 500} in models[""]["losses"]

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from app.core.roles import Role
-from app.core.worker_report import WorkerInfo
 from app.ops.transfer_checks import of_transfers
 from tests.fake_worker import worker_info
 
@@ -16,7 +13,7 @@ DECODE = replace(NIXL, role=Role.DECODE)
 OWN = replace(NIXL, kv_transfer="kvroute")
 
 
-def bad(*infos: WorkerInfo) -> set[str]:
+def bad(*infos):
     return {check.about for check in of_transfers(infos) if check.ok is False}
 
 
@@ -41,11 +38,11 @@ def bad(*infos: WorkerInfo) -> set[str]:
         ([replace(OWN, kv_lease_s=30.0), replace(OWN, kv_lease_s=30.0)], set()),
     ],
 )
-def test_what_keeps_kv_from_travelling_is_told(infos: list[WorkerInfo], wrong: set[str]) -> None:
+def test_what_keeps_kv_from_travelling_is_told(infos, wrong):
     assert bad(*infos) == wrong
 
 
-def test_what_engines_do_not_tell_is_said_to_be_unknown() -> None:
+def test_what_engines_do_not_tell_is_said_to_be_unknown():
     unknown = {check.about: check for check in of_transfers([NIXL, NIXL]) if check.ok is None}
     assert list(unknown) == ["kv transfer settings"]
     for word in ("recompute", "side channel"):
@@ -54,25 +51,25 @@ def test_what_engines_do_not_tell_is_said_to_be_unknown() -> None:
 
 
 @pytest.mark.parametrize(("infos", "role"), [([PREFILL] * 2, "decode"), ([DECODE] * 2, "prefill")])
-def test_the_missing_half_is_named(infos: list[WorkerInfo], role: str) -> None:
+def test_the_missing_half_is_named(infos, role):
     [check] = [check for check in of_transfers(infos) if check.ok is False]
     assert f"--role {role}" in check.remedy
 
 
-def test_leases_are_told() -> None:
+def test_leases_are_told():
     told = [replace(OWN, kv_lease_s=seconds) for seconds in (30.0, 60.0, 30.0)]
     [check] = [check for check in of_transfers(told) if check.about == "kv transfer lease"]
     assert check.ok
     assert check.found == "30 s (2), 60 s (1), for sure"
 
 
-def test_what_differs_is_named_and_who_says_what() -> None:
+def test_what_differs_is_named_and_who_says_what():
     longer = replace(worker_info("b"), kv_transfer="nixl", kv_fingerprint=("block=32", *ALIKE[1:]))
     [check] = [check for check in of_transfers([NIXL, longer]) if check.ok is False]
     assert check.found == "block: 16 (a:0), 32 (b:0)"
 
 
-def test_what_an_engine_does_not_tell_is_named() -> None:
+def test_what_an_engine_does_not_tell_is_named():
     told = (*ALIKE[:2], "handshake=?")
     silent = replace(worker_info("b"), kv_transfer="nixl", kv_fingerprint=told)
     [check] = [check for check in of_transfers([silent, silent]) if check.ok is False]

@@ -1,12 +1,8 @@
 """`kvroute usage`: what keys, tenants and models have used."""
 
-from __future__ import annotations
-
 import pytest
-from redis.asyncio import Redis
 
 from app.core.usage import HOUR_MS, Usage, Who
-from app.local.redis_server import EmbeddedRedis
 from app.ops.usage import hours_in
 from app.state import usage
 from app.state.scripts import ScriptRunner
@@ -20,7 +16,7 @@ USED = {
 }
 
 
-async def test_a_table_says_who_used_what(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+async def test_a_table_says_who_used_what(one_redis_server, redis):
     now = (await redis.time())[0] * 1000 // HOUR_MS
     runner = ScriptRunner(redis, 5.0)
     for number, hour in enumerate((now, now - 30), 1):
@@ -42,6 +38,6 @@ async def test_a_table_says_who_used_what(one_redis_server: EmbeddedRedis, redis
 
 
 @pytest.mark.parametrize("text", ["", "7", "0h", "1w", "-1d", "3661d", "1 h"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_what_is_no_time_is_refused(text):
     with pytest.raises(ValueError, match="needs hours or days"):
         hours_in(text)

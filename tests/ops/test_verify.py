@@ -1,10 +1,7 @@
 """`kvroute inspect verify` finds contradictions, and only those."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from redis import Redis
@@ -14,18 +11,18 @@ from tests.fake_worker import KEYS, SHARD
 from tests.ops.conftest import CHAIN, as_json, kvroute
 
 
-def test_verify_finds_nothing_wrong_with_an_intact_namespace(url: str) -> None:
+def test_verify_finds_nothing_wrong_with_an_intact_namespace(url):
     result = kvroute(url, "inspect", "verify")
     assert result.exit_code == 0
     assert "no contradictions found" in result.output
 
 
-def test_a_worker_whose_agent_is_away_is_no_contradiction(url: str, raw: Redis) -> None:
+def test_a_worker_whose_agent_is_away_is_no_contradiction(url, raw):
     raw.hset(KEYS["verdicts"], "a:0", '{"away":{"since_ms":1700000000000}}')
     assert as_json(url, "inspect", "verify")["findings"] == []
 
 
-def test_a_key_that_only_looks_like_a_bucket_does_not_count(url: str, raw: Redis) -> None:
+def test_a_key_that_only_looks_like_a_bucket_does_not_count(url, raw):
     raw.zadd(KEYS["waiting:normal:a:blocks:b"], {"replica-1 5 -": 1})
     raw.set("kvroute:1:{test#x}:blocks:0", "mine")
     verified = as_json(url, "inspect", "verify")
@@ -34,7 +31,7 @@ def test_a_key_that_only_looks_like_a_bucket_does_not_count(url: str, raw: Redis
     assert len(as_json(url, "inspect", "block", f"{CHAIN[3]:016x}")) == 2
 
 
-def test_verify_says_how_many_buckets_it_did_not_check(url: str) -> None:
+def test_verify_says_how_many_buckets_it_did_not_check(url):
     verified = as_json(url, "inspect", "verify", "--max-buckets", "1")
     assert verified == {"buckets": 1, "existing_buckets": 2, "findings": []}
     text = kvroute(url, "inspect", "verify", "--max-buckets", "1").output
@@ -109,9 +106,7 @@ Damage = Callable[[Redis], object]
         (lambda r: r.hset(SHARD["blocks:0"], "00", "2-5 1d"), "the engine of no owner goes on"),
     ],
 )
-def test_verify_finds_contradictions(
-    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch, damage: Damage, what: str
-) -> None:
+def test_verify_finds_contradictions(url, raw, monkeypatch, damage, what):
     monkeypatch.setattr("app.ops.verify.LOOK_INTERVAL_S", 0.01)
     damage(raw)
     result = kvroute(url, "inspect", "verify")
@@ -120,9 +115,7 @@ def test_verify_finds_contradictions(
     assert "no contradictions found" not in result.output
 
 
-def test_verify_names_all_damage_at_once(
-    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_names_all_damage_at_once(url, raw, monkeypatch):
     monkeypatch.setattr("app.ops.verify.LOOK_INTERVAL_S", 0.01)
     raw.set(KEYS["metrics"], "spoilt")
     raw.set(KEYS["sessions.bak"], "mine")
@@ -153,9 +146,7 @@ def test_verify_names_all_damage_at_once(
     } < set(found)
 
 
-def test_verify_reads_many_reservations_in_parts(
-    url: str, raw: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_reads_many_reservations_in_parts(url, raw, monkeypatch):
     monkeypatch.setattr("app.ops.verify.LOOKS", 1)
     requests = [f"r{i}" for i in range(1000)]
     raw.hset(KEYS["reservations"], mapping=dict.fromkeys(requests, "1"))
@@ -175,12 +166,10 @@ HOSTILE = "\x9b2J\u202e\u2028\n\x1b[31m"
     "command",
     ["verify", "verify --json", "summary --json", "worker w1", "worker w1 --json", "waiting"],
 )
-def test_no_name_in_redis_moves_the_cursor_or_ends_a_line(
-    url: str, raw: Redis, command: str
-) -> None:
+def test_no_name_in_redis_moves_the_cursor_or_ends_a_line(url, raw, command):
     for key in ("workers", "current", "load", "reservations", "writers", "requests:1"):
         raw.hset(KEYS[key], HOSTILE, HOSTILE)
-    written: Any = raw.hget(KEYS["workers"], "1")
+    written = raw.hget(KEYS["workers"], "1")
     info = json.loads(written) | {"engine": HOSTILE, "accelerator": HOSTILE}
     raw.hset(KEYS["workers"], "1", json.dumps(info))
     raw.zadd(KEYS["flows"], {f"normal:{HOSTILE}": 1})

@@ -1,7 +1,5 @@
 """The alerts of planners and namespaces fire on what they are for, and on nothing near it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -14,13 +12,13 @@ ALERTS = HERE.parents[1] / "deploy/alerts.yaml"
 TESTED = {"kvroute-namespaces", "kvroute-planner"}
 
 
-def test_each_alert_fires_on_what_it_is_for_and_on_nothing_near_it() -> None:
+def test_each_alert_fires_on_what_it_is_for_and_on_nothing_near_it():
     command = [require_binary("promtool"), "test", "rules", "alerts.yaml"]
     tested = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_each_alert_is_tested_both_ways() -> None:
+def test_each_alert_is_tested_both_ways():
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     alerts = {
         rule["alert"] for group in groups if group["name"] in TESTED for rule in group["rules"]

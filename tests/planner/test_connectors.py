@@ -6,9 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +18,6 @@ from kubernetes_asyncio import client
 from app.core.errors import ConfigError
 from app.core.roles import Role
 from app.local.child import running_workers, stop_workers
-from app.local.redis_server import EmbeddedRedis
 from app.planner.connectors.base import ConnectorError, ExecConnector
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
 from app.planner.connectors.local import Local
@@ -31,13 +28,13 @@ from tests.fake_worker import NAMESPACE
 BOTH, MORE = Role.BOTH, (3, "slo_missed")
 
 
-def script(tmp_path: Path, text: str) -> str:
+def script(tmp_path, text):
     file = tmp_path / "scale.py"
     file.write_text(f"import json, sys\norder = json.load(sys.stdin)\n{text}")
     return f"{sys.executable} {file}"
 
 
-async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
+async def test_a_command_is_given_the_order_as_json(tmp_path):
     told = tmp_path / "told"
     command = ExecConnector(
         script(tmp_path, f"open({str(told)!r}, 'a').write(json.dumps(order) + '\\n')")
@@ -50,7 +47,7 @@ async def test_a_command_is_given_the_order_as_json(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_command_that_fails_says_what_it_printed(tmp_path: Path) -> None:
+async def test_a_command_that_fails_says_what_it_printed(tmp_path):
     with pytest.raises(ConnectorError, match="ended with 3: no quota"):
         await ExecConnector(
             script(tmp_path, "print('no quota', file=sys.stderr); sys.exit(3)")
@@ -59,7 +56,7 @@ async def test_a_command_that_fails_says_what_it_printed(tmp_path: Path) -> None
         await ExecConnector("/nowhere/scale --up").add(BOTH, 1, *MORE)
 
 
-async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+async def test_a_command_that_takes_too_long_is_killed(tmp_path):
     late = tmp_path / "late"
     text = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
     with pytest.raises(TimeoutError):
@@ -70,22 +67,22 @@ async def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["", "  ", "scale 'up"])
-def test_a_command_that_cannot_be_run_is_refused_at_the_start(command: str) -> None:
+def test_a_command_that_cannot_be_run_is_refused_at_the_start(command):
     with pytest.raises(ConfigError, match="exec_command"):
         ExecConnector(command)
 
 
 async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
-    one_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
-    def connector() -> Local:
+    one_redis_server, tmp_path
+):
+    def connector():
         return Local("--speedup=100", tmp_path / "own", one_redis_server.url, NAMESPACE)
 
     try:
         async with started_replica(one_redis_server.url) as replica:
 
-            async def workers() -> list[str]:
-                listed: Any = (await replica.get("/v1/workers")).json()
+            async def workers():
+                listed = (await replica.get("/v1/workers")).json()
                 return sorted(worker["worker_id"] for worker in listed.get("workers", []))
 
             await connector().add(BOTH, 2, *MORE)
@@ -100,9 +97,7 @@ async def test_local_workers_outlive_the_planner_and_are_found_by_the_next(
     assert running_workers(tmp_path / "own") == {}
 
 
-async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(tmp_path, monkeypatch):
     ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await ended.wait()
     found = {"auto-1": ended.pid}
@@ -110,9 +105,7 @@ async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(
     await Local("", tmp_path, "redis://127.0.0.1", NAMESPACE).remove("auto-1", BOTH, 1)
 
 
-async def test_a_worker_that_cannot_be_noted_does_not_run_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_cannot_be_noted_does_not_run_on(tmp_path, monkeypatch):
     pids = list[int]()
     spawn = os.posix_spawn
     monkeypatch.setattr(os, "posix_spawn", lambda *a, **o: pids.append(spawn(*a, **o)) or pids[0])
@@ -124,7 +117,7 @@ async def test_a_worker_that_cannot_be_noted_does_not_run_on(
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
-async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Path) -> None:
+async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path):
     (tmp_path / "auto-1.pid").write_text("1")
     (tmp_path / "auto-2.pid").write_text("x")
     (tmp_path / "auto-3.pid").write_bytes(b"\xff")
@@ -133,7 +126,7 @@ async def test_a_number_that_another_process_has_now_is_left_alone(tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
-def test_flags_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+def test_flags_that_cannot_be_split_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="worker_flags"):
         Local("--x 'y", tmp_path, "redis://127.0.0.1", NAMESPACE)
     (tmp_path / "file").touch()
@@ -153,7 +146,7 @@ class ApiServer:
     status: int = 200
     calls: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request):
         body = orjson.loads(await request.read() or b"null")
         self.calls.append((request.method, request.path, body))
         if request.method == "PATCH":
@@ -177,7 +170,7 @@ class ApiServer:
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[tuple[ApiServer, Kubernetes]]:
+async def api():
     server = ApiServer()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
@@ -189,9 +182,7 @@ async def api() -> AsyncIterator[tuple[ApiServer, Kubernetes]]:
 SCALE = "/apis/apps/v1/namespaces/prod/deployments/w/scale"
 
 
-async def test_a_deployment_is_scaled_from_what_it_is_now(
-    api: tuple[ApiServer, Kubernetes],
-) -> None:
+async def test_a_deployment_is_scaled_from_what_it_is_now(api):
     server, kubernetes = api
     await kubernetes.add(BOTH, 2, *MORE)
     assert server.replicas == 6
@@ -201,9 +192,7 @@ async def test_a_deployment_is_scaled_from_what_it_is_now(
     assert [path for _, path, _ in server.calls] == [SCALE] * 4
 
 
-async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(
-    api: tuple[ApiServer, Kubernetes],
-) -> None:
+async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(api):
     server, kubernetes = api
     await kubernetes.remove("w-abc", BOTH, 3)
     marked, read, patched = server.calls
@@ -216,9 +205,7 @@ async def test_the_pod_that_leaves_is_marked_before_the_deployment_shrinks(
     assert patched[2]["spec"] == {"replicas": 3}
 
 
-async def test_workers_that_prefill_are_of_a_scale_of_their_own(
-    api: tuple[ApiServer, Kubernetes],
-) -> None:
+async def test_workers_that_prefill_are_of_a_scale_of_their_own(api):
     server, kubernetes = api
     await kubernetes.add(Role.PREFILL, 1, *MORE)
     await kubernetes.remove("p-3", Role.PREFILL, 3)
@@ -227,15 +214,13 @@ async def test_workers_that_prefill_are_of_a_scale_of_their_own(
     assert scales == ["/apis/apps/v1/namespaces/prod/statefulsets/p/scale"] * 4 + [SCALE] * 2
 
 
-async def test_without_a_scale_for_those_that_prefill_that_is_said() -> None:
+async def test_without_a_scale_for_those_that_prefill_that_is_said():
     with pytest.raises(ConnectorError, match="no kubernetes_prefill_scale"):
         await Kubernetes("deployment/w", "prod", client.Configuration()).add(Role.PREFILL, 1, *MORE)
 
 
 @pytest.mark.parametrize("status", [403, 404, 409, 500])
-async def test_what_the_api_server_refuses_is_said(
-    api: tuple[ApiServer, Kubernetes], status: int
-) -> None:
+async def test_what_the_api_server_refuses_is_said(api, status):
     server, kubernetes = api
     server.status = status
     with pytest.raises(ConnectorError, match=f"kubernetes: {status}"):
@@ -245,9 +230,7 @@ async def test_what_the_api_server_refuses_is_said(
     assert server.replicas == 4
 
 
-async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(
-    api: tuple[ApiServer, Kubernetes],
-) -> None:
+async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(api):
     server, kubernetes = api
     server.status = 0
     with pytest.raises(TimeoutError):
@@ -255,18 +238,18 @@ async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(
             await kubernetes.add(BOTH, 1, *MORE)
 
 
-async def test_an_api_server_that_is_not_there_is_said() -> None:
+async def test_an_api_server_that_is_not_there_is_said():
     away = client.Configuration(host="http://127.0.0.1:1")
     with pytest.raises(ConnectorError, match="kubernetes: "):
         await Kubernetes("deployment/w", "prod", away).add(BOTH, 1, *MORE)
 
 
 @pytest.mark.parametrize("scale", ["", "w", "job/w", "deployment/"])
-def test_what_cannot_be_scaled_is_refused_at_the_start(scale: str) -> None:
+def test_what_cannot_be_scaled_is_refused_at_the_start(scale):
     with pytest.raises(ConfigError, match="kubernetes_scale"):
         Kubernetes(scale, "prod", client.Configuration())
 
 
-def test_a_second_scale_that_cannot_be_one_is_refused_at_the_start() -> None:
+def test_a_second_scale_that_cannot_be_one_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="kubernetes_prefill_scale"):
         Kubernetes("deployment/w", "prod", client.Configuration(), "job/w")

@@ -1,19 +1,14 @@
 """Planners on a real Redis, with a connector that starts and stops real agents."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import orjson
 import pytest
 from prometheus_client import generate_latest
-from redis.asyncio import Redis
 
 from app.core.keys import MODELS
 from app.core.loads import Reservation, Wish
@@ -21,19 +16,16 @@ from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.settings.planner import PlannerSettings
 from app.core.types import Incarnation, SequenceHash, WorkerKey
-from app.local.redis_server import EmbeddedRedis
 from app.planner import loop
-from app.planner.connectors.base import Advise, Connector, ConnectorError
+from app.planner.connectors.base import Advise, ConnectorError
 from app.planner.lease import RENEWALS
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import replay_of
-from app.planner.rules.replay import Replay, ReplayTooLong
+from app.planner.rules.replay import ReplayTooLong
 from app.planner.rules.state import (
     USUAL_STARTUP_S,
-    FleetState,
-    PastRequest,
     Pools,
     Proposal,
     Reason,
@@ -64,15 +56,15 @@ SETTINGS = PlannerSettings(
 class Agents:
     """Has agents run in this process. broken: every order fails. absent: none ever registers."""
 
-    def __init__(self, runner: ScriptRunner, stack: AsyncExitStack) -> None:
+    def __init__(self, runner, stack):
         self.broken = self.absent = False
-        self.orders: list[str] = []
-        self.prefills: set[str] = set()
+        self.orders = []
+        self.prefills = set()
         self.runner, self._stack = runner, stack
         self._made = 0
-        self._stops: dict[str, AsyncExitStack] = {}
+        self._stops = {}
 
-    async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
+    async def add(self, role, count, desired, reason):
         self.orders.append(f"add {count}{_of(role)}")
         if self.broken:
             raise ConnectorError("no room")
@@ -89,7 +81,7 @@ class Agents:
             own.push_async_callback(agent.stop)
             self._stops[name] = own
 
-    async def remove(self, worker: str, role: Role, desired: int) -> None:
+    async def remove(self, worker, role, desired):
         self.orders.append(f"remove {worker}{_of(role)}")
         if self.broken:
             raise ConnectorError("will not")
@@ -100,17 +92,12 @@ class Agents:
         await stop.aclose()
 
 
-def _of(role: Role) -> str:
+def _of(role):
     return "" if role is Role.BOTH else f" {role}"
 
 
 @asynccontextmanager
-async def planning(
-    url: str,
-    connector: Connector,
-    settings: PlannerSettings = SETTINGS,
-    metrics: PlannerMetrics | None = None,
-) -> AsyncIterator[Planner]:
+async def planning(url, connector, settings=SETTINGS, metrics=None):
     async with connect(url) as redis:
         runner = ScriptRunner(redis, timeout_s=1.0)
         fleet = Fleet(redis, KEYS, 1.0)
@@ -129,39 +116,39 @@ async def planning(
 
 
 @pytest.fixture
-async def agents(redis: Redis) -> AsyncIterator[Agents]:
+async def agents(redis):
     async with AsyncExitStack() as stack:
         yield Agents(ScriptRunner(redis, timeout_s=5.0), stack)
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     monkeypatch.setattr(loop, "TICK_S", 0.05)
     monkeypatch.setattr(loop, "SETTLE_S", 0.5)
     monkeypatch.setattr(loop, "MARGIN_S", 0.1)
 
 
-async def workers(redis: Redis) -> list[str]:
-    found: Any = await redis.hkeys(KEYS["current"])
+async def workers(redis):
+    found = await redis.hkeys(KEYS["current"])
     return sorted(key.decode().partition(":")[0] for key in found)
 
 
-async def last(redis: Redis) -> dict[str, Any]:
+async def last(redis):
     found = await planner.proposals(redis, KEYS, 1)
     return found[0] if found else {}
 
 
-async def num_proposals(redis: Redis) -> int:
+async def num_proposals(redis):
     return len(await planner.proposals(redis, KEYS, 1000))
 
 
-async def reasons(redis: Redis) -> set[str]:
+async def reasons(redis):
     return {proposal["reason"] for proposal in await planner.proposals(redis, KEYS, 100)}
 
 
 async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when_idle(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+    one_redis_server, redis, agents
+):
     async with planning(one_redis_server.url, agents):
         await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
         [inc] = (await agents.runner.one(reservations.loads(KEYS))).loads
@@ -171,7 +158,7 @@ async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when
         ] * len(wishes)
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 3)
         assert "prefill_queue" in await reasons(redis)
-        recorded: Any = await redis.hget(KEYS["planner"], "state")
+        recorded = await redis.hget(KEYS["planner"], "state")
         assert 0 < orjson.loads(recorded)["startup_s"] < USUAL_STARTUP_S
         await eventually(lambda: reasons(redis), lambda seen: "at_budget" in seen)
         for wish in wishes:
@@ -182,8 +169,8 @@ async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when
 
 
 async def test_pools_are_begun_with_one_worker_each_and_grow_by_their_own_signals(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+    one_redis_server, redis, agents
+):
     metrics = PlannerMetrics(NAMESPACE)
     async with planning(one_redis_server.url, agents, replace(SETTINGS, roles=True), metrics):
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
@@ -194,22 +181,22 @@ async def test_pools_are_begun_with_one_worker_each_and_grow_by_their_own_signal
         await agents.runner.one(reservations.reserve(KEYS, wishes, ttl_ms=60_000))
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 3)
         assert agents.orders[2:] == ["add 1 prefill"]
-        shown: Any = await redis.hgetall(KEYS["planner"])
+        shown = await redis.hgetall(KEYS["planner"])
         assert (shown[b"desired_prefill"], shown[b"desired_decode"]) == (b"2", b"1")
         told = f'desired_workers_of_role{{namespace="{NAMESPACE}",role="prefill"}} 2.0'
         assert told in generate_latest(metrics.registry).decode()
 
 
 async def test_a_worker_makes_room_for_one_of_the_other_role(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, agents, monkeypatch
+):
     async with planning(one_redis_server.url, agents, replace(SETTINGS, roles=True)) as first:
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
         await first.leave()
     [leaves] = agents.prefills
     del agents.orders[:]
 
-    def swap(name: str, state: FleetState, *_: Any) -> Proposal:
+    def swap(name, state, *_):
         now, wanted = state.pools, Pools(0, 2)
         victim = None if now == wanted else leaves
         reason = Reason.OTHER_ROLE
@@ -222,8 +209,8 @@ async def test_a_worker_makes_room_for_one_of_the_other_role(
 
 
 async def test_a_model_that_sleeps_stays_known_and_wakes_when_somebody_waits(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+    one_redis_server, redis, agents
+):
     settings = replace(SETTINGS, min_workers=0, idle_s=0.2)
     async with planning(one_redis_server.url, agents, settings):
         # Routers would not know a model that never had a worker.
@@ -248,33 +235,31 @@ async def test_a_model_that_sleeps_stays_known_and_wakes_when_somebody_waits(
         await eventually(lambda: workers(redis), lambda seen: not seen)
 
 
-async def incarnations(redis: Redis) -> list[tuple[str, Incarnation]]:
-    found: Any = await redis.hgetall(KEYS["current"])
+async def incarnations(redis):
+    found = await redis.hgetall(KEYS["current"])
     return [(key.decode().partition(":")[0], Incarnation(int(inc))) for key, inc in found.items()]
 
 
-def wish_for(request_id: str, inc: Incarnation) -> Wish:
+def wish_for(request_id, inc):
     held = Reservation(request_id, prefill_tokens=100, prefill_us=60_000_000, blocks=3)
     return Wish(inc, held, max_requests=256, seen_total=None)
 
 
-async def release(runner: ScriptRunner, request_id: str) -> None:
+async def release(runner, request_id):
     await runner.one(reservations.release(KEYS, [reservations.Release(request_id)]))
 
 
-async def test_who_advises_changes_nothing(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+async def test_who_advises_changes_nothing(one_redis_server, redis):
     async with planning(one_redis_server.url, Advise()):
         found = await eventually(lambda: last(redis))
         assert (found["size"], found["desired"], found["reason"]) == (0, 1, "below_minimum")
-        shown: Any = await redis.hgetall(KEYS["planner"])
+        shown = await redis.hgetall(KEYS["planner"])
         assert shown[b"desired"] == b"1"
         await asyncio.sleep(0.5)
         assert await workers(redis) == []
 
 
-async def test_one_of_two_planners_leads_and_the_other_takes_over(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+async def test_one_of_two_planners_leads_and_the_other_takes_over(one_redis_server, redis, agents):
     url, settings = one_redis_server.url, replace(SETTINGS, lease_s=6.0)
     async with planning(url, agents, settings) as second:
         async with planning(url, agents, settings) as first:
@@ -288,13 +273,11 @@ async def test_one_of_two_planners_leads_and_the_other_takes_over(
         assert await workers(redis) == ["a0"]
 
 
-async def _true(value: bool) -> bool:
+async def _true(value):
     return value
 
 
-async def test_a_planner_that_was_frozen_changes_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+async def test_a_planner_that_was_frozen_changes_nothing(one_redis_server, redis, agents):
     async with planning(one_redis_server.url, agents) as frozen:
         await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
         before = list(agents.orders)
@@ -310,17 +293,17 @@ async def test_a_planner_that_was_frozen_changes_nothing(
 
 
 async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     replaying, is_renewed = threading.Event(), threading.Event()
 
-    def slow(*given: Any, **more: Any) -> Replay:
+    def slow(*given, **more):
         replaying.set()
         assert is_renewed.wait(30)
         return replay_of(*given, **more)
 
-    async def lease() -> tuple[bytes, ...]:
-        found: Any = await redis.hmget(KEYS["planner"], "until_ms", "token")
+    async def lease():
+        found = await redis.hmget(KEYS["planner"], "until_ms", "token")
         return tuple(found)
 
     monkeypatch.setattr(loop, "replay_of", slow)
@@ -352,8 +335,8 @@ async def test_a_planner_leads_on_while_a_replay_takes_longer_than_its_lease(
     ],
 )
 async def test_a_state_that_no_planner_would_record_changes_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents, state: str
-) -> None:
+    one_redis_server, redis, agents, state
+):
     await redis.hset(KEYS["planner"], "state", state)
     async with planning(one_redis_server.url, agents):
         found = await eventually(lambda: last(redis))
@@ -361,14 +344,12 @@ async def test_a_state_that_no_planner_would_record_changes_nothing(
         await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
 
 
-async def test_a_worker_that_never_comes_is_given_up(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+async def test_a_worker_that_never_comes_is_given_up(one_redis_server, redis, agents):
     agents.absent = True
     settings = replace(SETTINGS, startup_deadline_s=1.0)
     async with planning(one_redis_server.url, agents, settings):
 
-        async def orders() -> int:
+        async def orders():
             return len(agents.orders)
 
         await eventually(orders, lambda seen: seen == 1)
@@ -379,12 +360,12 @@ async def test_a_worker_that_never_comes_is_given_up(
 
 
 async def test_an_order_that_fails_is_given_again_with_the_next_proposal(
-    one_redis_server: EmbeddedRedis, redis: Redis, agents: Agents
-) -> None:
+    one_redis_server, redis, agents
+):
     agents.broken = True
     async with planning(one_redis_server.url, agents):
 
-        async def orders() -> int:
+        async def orders():
             return len(agents.orders)
 
         await eventually(orders, lambda seen: seen >= 2)
@@ -394,8 +375,8 @@ async def test_an_order_that_fails_is_given_again_with_the_next_proposal(
 
 
 async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
-    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_redis_server, monkeypatch
+):
     monkeypatch.setattr(loop, "SETTLE_S", 2.0)  # agents register again within so long
     url = own_redis_server.url
     async with AsyncExitStack() as stack:
@@ -405,7 +386,7 @@ async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
             await eventually(lambda: workers(redis), lambda seen: len(seen) == 2)
             own_redis_server.kill()
 
-            async def problem() -> str:
+            async def problem():
                 return one.problem
 
             await eventually(problem)
@@ -415,19 +396,19 @@ async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
         assert agents.orders == ["add 2"]
 
 
-async def test_values_of_workers_are_shown(one_redis_server: EmbeddedRedis, redis: Redis) -> None:
+async def test_values_of_workers_are_shown(one_redis_server, redis):
     fleet = FakeWorkers(redis)
     await fleet.register("w0")
     async with planning(one_redis_server.url, Advise()) as one:
         await eventually(lambda: last(redis))
-        shown: Any = await redis.hget(KEYS["planner"], "values")
+        shown = await redis.hget(KEYS["planner"], "values")
         assert shown == b"{}"
         assert not one.problem
 
 
 async def test_records_that_no_worker_could_have_answered_are_counted_and_left_out(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     """Of a pool of 1,000 blocks of 4 tokens."""
     runner = ScriptRunner(redis, timeout_s=5.0)
     now_ms = (await redis.time())[0] * 1000
@@ -452,7 +433,7 @@ async def test_records_that_no_worker_could_have_answered_are_counted_and_left_o
         assert found["inputs"]["known"] == 0  # its first token came after its end
         assert not one_planner.problem
 
-        async def scraped() -> str:
+        async def scraped():
             return generate_latest(metrics.registry).decode()
 
         left_out = 'kvroute_planner_unreplayable_decisions{namespace="test"} 3.0'
@@ -460,9 +441,7 @@ async def test_records_that_no_worker_could_have_answered_are_counted_and_left_o
 
 
 @pytest.mark.parametrize(("prompt_tokens", "block_tokens"), [(40, 4), (512, 4), (3000, 32)])
-async def test_prompts_are_replayed_in_128_blocks_at_most(
-    redis: Redis, prompt_tokens: int, block_tokens: int
-) -> None:
+async def test_prompts_are_replayed_in_128_blocks_at_most(redis, prompt_tokens, block_tokens):
     runner = ScriptRunner(redis, timeout_s=5.0)
     asked = record("long", [SequenceHash(n) for n in range(prompt_tokens // BLOCK_SIZE)])
     now_ms = (await redis.time())[0] * 1000
@@ -477,11 +456,11 @@ async def test_prompts_are_replayed_in_128_blocks_at_most(
 
 
 async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     played = []
 
-    def slow(observer: Observer, state: FleetState, rules: Rules, *given: Any, **more: Any) -> Any:
+    def slow(observer, state, rules, *given, **more):
         played.append(rules.window_requests)
         if rules.window_requests > 500:
             raise ReplayTooLong(rules.window_requests)
@@ -500,14 +479,14 @@ async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
 
 
 async def test_half_of_what_was_too_much_is_played_next_and_the_least_in_a_whole_interval(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     """300 had been asked for of late. No replay ends in half of an interval, as on a busy
     machine."""
-    played: list[int] = []
+    played = []
     monkeypatch.setattr(loop, "REPLAY_S", 0.0)
 
-    def slow(observer: Observer, state: FleetState, rules: Rules, *given: Any, **more: Any) -> Any:
+    def slow(observer, state, rules, *given, **more):
         played.append(rules.window_requests)
         if more["is_over"]():
             raise ReplayTooLong(min(300, rules.window_requests))
@@ -524,9 +503,7 @@ async def test_half_of_what_was_too_much_is_played_next_and_the_least_in_a_whole
     assert played[:5] == [4096, 150, 75, 37, 32]
 
 
-async def test_decisions_are_replayed_with_what_came_of_them(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_decisions_are_replayed_with_what_came_of_them(one_redis_server, redis):
     runner = ScriptRunner(redis, timeout_s=5.0)
     async with (
         running(fake_agent(runner, KEYS, "a")),
@@ -535,7 +512,7 @@ async def test_decisions_are_replayed_with_what_came_of_them(
         fleet = Fleet(redis, KEYS, 1.0)
         observer = Observer(fleet, redis, runner, KEYS)
 
-        async def routed(name: str) -> int:
+        async def routed(name):
             body = {"token_ids": [1] * 40, "request_id": name}
             return (await door.post("/v1/route", json=body)).status_code
 
@@ -543,12 +520,12 @@ async def test_decisions_are_replayed_with_what_came_of_them(
         await routed("r1")
         await door.delete("/v1/requests/r1?output_tokens=7&ttft_ms=120")
 
-        async def known() -> dict[str, PastRequest]:
+        async def known():
             await observer.sample()
             recent, _ = await observer.recent(Rules())
             return {asked.request.request_id: asked for asked in recent}
 
-        def is_complete(found: dict[str, PastRequest]) -> bool:
+        def is_complete(found):
             return set(found) == {"r0", "r1"} and found["r1"].came is not None
 
         found = await eventually(known, is_complete)

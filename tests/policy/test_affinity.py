@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +8,14 @@ from numpy.testing import assert_allclose
 
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import choose
-from app.policy.cost import POLICIES, Candidates, RequestSize, predicted_prefill_s
+from app.policy.cost import POLICIES, RequestSize, predicted_prefill_s
 from tests.policy.test_choose import candidates
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)
 CACHE_AWARE = ("latency", "balance", "logit", "blocks")
 
 
-def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
+def discount(policy, seen, affinity):
     """The affinity term of the session's worker. Checks that no other worker has one."""
     costs = discounted(POLICIES[policy].cost, affinity)(seen, SIZE)
     assert_allclose(sum(costs.terms.values()), costs.cost)
@@ -29,7 +26,7 @@ def discount(policy: str, seen: Candidates, affinity: Affinity) -> float:
 
 
 @pytest.mark.parametrize("policy", CACHE_AWARE)
-def test_a_session_returns_to_its_last_worker_if_workers_are_equal(policy: str) -> None:
+def test_a_session_returns_to_its_last_worker_if_workers_are_equal(policy):
     rng = np.random.default_rng(0)
     for position in range(3):
         cost = discounted(POLICIES[policy].cost, Affinity(position, 0.1))
@@ -40,11 +37,11 @@ def test_a_session_returns_to_its_last_worker_if_workers_are_equal(policy: str) 
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(CACHE_AWARE)))
-def test_policies_that_ignore_the_cache_ignore_sessions(policy: str) -> None:
+def test_policies_that_ignore_the_cache_ignore_sessions(policy):
     assert discount(policy, candidates(2), Affinity(1, 1.0)) == 0.0
 
 
-def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> None:
+def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save():
     # 4 of 10 blocks are held; half of the other 6 are credited.
     seen = candidates(2, overlap_device=[0, 3], overlap_host=[0, 1])
     assert discount("blocks", seen, Affinity(1, 0.5)) == pytest.approx(-3.0)
@@ -54,19 +51,19 @@ def test_a_discount_is_what_the_fraction_of_the_missing_blocks_would_save() -> N
     assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(saved - plain)
 
 
-def test_a_worker_that_holds_the_whole_prompt_gets_no_discount() -> None:
+def test_a_worker_that_holds_the_whole_prompt_gets_no_discount():
     seen = candidates(2, overlap_device=[0, 10])
     for policy in CACHE_AWARE:
         assert discount(policy, seen, Affinity(1, 1.0)) == 0.0
 
 
-def test_what_a_session_sent_to_its_worker_does_not_count_against_it() -> None:
+def test_what_a_session_sent_to_its_worker_does_not_count_against_it():
     seen = candidates(2, overlap_device=[0, 10], routed_s=[1.0, 3.0])
     assert POLICIES["latency"].cost(seen, SIZE).terms["spread_s"].tolist() == [0.0, 2.0]
     assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(-2.0)
 
 
-def test_a_full_worker_is_not_chosen_for_its_session() -> None:
+def test_a_full_worker_is_not_chosen_for_its_session():
     seen = candidates(2, active_requests=[0, 8])
     cost = discounted(POLICIES["latency"].cost, Affinity(1, 1.0))
     rng = np.random.default_rng(0)
@@ -75,11 +72,11 @@ def test_a_full_worker_is_not_chosen_for_its_session() -> None:
 
 
 @pytest.mark.parametrize("policy", CACHE_AWARE)
-def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
+def test_an_overloaded_worker_gets_no_discount(policy):
     prefill_s = float(predicted_prefill_s(candidates(2), SIZE)[1])
     affinity = Affinity(1, 0.5, max_queue_s=10.0)
 
-    def with_queues(*prefill_s: float) -> Candidates:
+    def with_queues(*prefill_s):
         return candidates(2, prefill_s=list(prefill_s))
 
     # Overloaded: longer than the shortest queue by over half the prefill, or than max_queue_s.
@@ -89,13 +86,13 @@ def test_an_overloaded_worker_gets_no_discount(policy: str) -> None:
     assert discount(policy, with_queues(10.1, 10.1), affinity) == 0.0
 
 
-def test_a_worker_that_the_policy_rules_out_stays_ruled_out() -> None:
+def test_a_worker_that_the_policy_rules_out_stays_ruled_out():
     seen = candidates(2, kv_active_blocks=[0, 10], kv_total_blocks=[10, 10])
     assert discount("balance", seen, Affinity(1, 1.0)) == 0.0
     assert math.isinf(discounted(POLICIES["balance"].cost, Affinity(1, 1.0))(seen, SIZE).cost[1])
 
 
-def _values(low: float, high: float) -> st.SearchStrategy[list[float]]:
+def _values(low, high):
     return st.lists(st.floats(low, high), min_size=3, max_size=3)
 
 
@@ -107,14 +104,10 @@ def _values(low: float, high: float) -> st.SearchStrategy[list[float]]:
     isl_tokens=st.integers(1000, 1099),
 )
 def test_latency_never_discounts_more_than_the_fraction_of_the_prefill_cost(
-    overlap: list[float],
-    prefill_s: list[float],
-    requests: list[float],
-    fraction: float,
-    isl_tokens: int,
-) -> None:
+    overlap, prefill_s, requests, fraction, isl_tokens
+):
     size = RequestSize(isl_tokens, 100)
-    given: dict[str, Any] = {
+    given = {
         "overlap_device": overlap,
         "prefill_s": prefill_s,
         "active_requests": requests,

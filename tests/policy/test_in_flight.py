@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 from numpy.testing import assert_allclose
 
@@ -10,7 +8,7 @@ from tests.policy.test_cost import ROUND_SPEED, candidates
 SIZE = RequestSize(isl_tokens=1000, block_size=100)
 
 
-def test_the_wait_for_what_is_computed_costs_at_most_what_it_saves() -> None:
+def test_the_wait_for_what_is_computed_costs_at_most_what_it_saves():
     # Three compute nine of ten blocks for others, and the third of them fetches these; the fourth
     # is busy with something else.
     queues = [0.4, 90.0, 0.4, 0.4]

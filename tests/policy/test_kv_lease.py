@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.fetches import Fetch
@@ -9,9 +7,7 @@ from app.policy.kv_lease import LeaseBooks, are_kept, began_anew, has_spoken, is
 FETCH = Fetch(WorkerKey("p"), WorkerKey("d"), "1000.5", "", ended=3)
 
 
-def books(
-    ended: int = 3, steps: int = 60, read_ms: float = 20_000, life: str = "1000.5"
-) -> LeaseBooks:
+def books(ended=3, steps=60, read_ms=20_000, life="1000.5"):
     return LeaseBooks(life, ended, steps, read_ms)
 
 
@@ -27,9 +23,7 @@ def books(
         (None, 0, False),
     ],
 )
-def test_a_lease_is_kept_if_its_engine_has_let_none_go(
-    now: LeaseBooks | None, by_ms: float, kept: bool
-) -> None:
+def test_a_lease_is_kept_if_its_engine_has_let_none_go(now, by_ms, kept):
     assert are_kept(FETCH, now, by_ms) is kept
 
 
@@ -44,13 +38,11 @@ def test_a_lease_is_kept_if_its_engine_has_let_none_go(
         (books(ended=4), books(ended=4, life="2000.5"), True),
     ],
 )
-def test_a_source_has_spoken_once_its_engine_has_made_a_step_since(
-    first: LeaseBooks, now: LeaseBooks, spoken: bool
-) -> None:
+def test_a_source_has_spoken_once_its_engine_has_made_a_step_since(first, now, spoken):
     assert has_spoken(FETCH, first, now) is spoken
 
 
-def test_what_was_to_be_fetched_from_a_process_that_is_no_more_is_void() -> None:
+def test_what_was_to_be_fetched_from_a_process_that_is_no_more_is_void():
     assert not is_void(FETCH, books())
     assert is_void(FETCH, books(life="2000.5+1"))
 
@@ -59,7 +51,5 @@ def test_what_was_to_be_fetched_from_a_process_that_is_no_more_is_void() -> None
     ("life", "now", "is_other"),
     [("1.5", "2.5", True), ("1.5", "1.5+3", False), ("1.5", None, False), ("", "2.5", False)],
 )
-def test_an_engine_that_does_not_tell_its_life_is_not_known_to_have_begun_anew(
-    life: str, now: str | None, is_other: bool
-) -> None:
+def test_an_engine_that_does_not_tell_its_life_is_not_known_to_have_begun_anew(life, now, is_other):
     assert began_anew(life, now) is is_other

@@ -1,12 +1,10 @@
 """Between which workers KV may travel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from app.core.worker_report import WorkerInfo, as_fingerprint
+from app.core.worker_report import as_fingerprint
 from app.policy.pairing import group_of
 from app.policy.transfer import roles_of
 from tests.policy.test_view import info
@@ -14,16 +12,16 @@ from tests.policy.test_view import info
 FACTS = {"block": "16", "engine": "vllm 0.32.0", "handshake": "5f0c", "lease": "0"}
 
 
-def worker(name: str = "", way: str = "nixl", **facts: str) -> WorkerInfo:
+def worker(name="", way="nixl", **facts):
     told = as_fingerprint(FACTS | facts)
     return replace(info("a", 8), kv_transfer=way, kv_fingerprint=told, kv_compatible=name)
 
 
-def are_paired(*infos: WorkerInfo) -> bool:
+def are_paired(*infos):
     return roles_of(infos) is not None
 
 
-def test_equals_are_paired() -> None:
+def test_equals_are_paired():
     assert are_paired(worker(), worker())
     assert are_paired(worker("a"), worker("a"))
 
@@ -40,12 +38,12 @@ def test_equals_are_paired() -> None:
         replace(worker(), kv_fingerprint=()),
     ],
 )
-def test_no_others_are(other: WorkerInfo) -> None:
+def test_no_others_are(other):
     assert not are_paired(worker(), other)
     assert not are_paired(other, worker())
 
 
-def test_what_is_not_known_is_refused_unless_both_have_one_name() -> None:
+def test_what_is_not_known_is_refused_unless_both_have_one_name():
     silent = worker(handshake="")
     assert group_of(silent) is None
     assert not are_paired(silent, silent)
@@ -57,7 +55,7 @@ def test_what_is_not_known_is_refused_unless_both_have_one_name() -> None:
     assert are_paired(unheard, unheard)
 
 
-def test_a_rollout_never_mixes_two_revisions() -> None:
+def test_a_rollout_never_mixes_two_revisions():
     old, new = replace(worker("a"), revision="1"), replace(worker("a"), revision="2")
     roles = roles_of([old, new, old, new])
     assert roles is not None
@@ -67,11 +65,11 @@ def test_a_rollout_never_mixes_two_revisions() -> None:
     ]
 
 
-def test_a_name_makes_none_equal_that_differ() -> None:
+def test_a_name_makes_none_equal_that_differ():
     assert not are_paired(worker("a", block="16"), worker("a", block="32"))
 
 
-def test_kv_travels_within_each_of_two_groups_as_while_versions_change() -> None:
+def test_kv_travels_within_each_of_two_groups_as_while_versions_change():
     old, new = worker(), worker(engine="vllm 0.33.0")
     roles = roles_of([old, new, new, old, worker(handshake="")])
     assert roles is not None

@@ -1,10 +1,6 @@
 """Decisions from hand-made numbers: which worker, and what is reserved on it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +12,12 @@ from app.core.pace import Pace
 from app.core.settings.kinds import PRIORITIES
 from app.core.settings.router import RouterSettings
 from app.core.trust import Trust
-from app.core.types import Incarnation, SequenceHash, TierOverlap
+from app.core.types import SequenceHash, TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed
 from app.policy.cost import latency
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
-from app.policy.plan import Plan, WorkerSelector
+from app.policy.plan import WorkerSelector
 from app.policy.record import NOT_OF_CANDIDATES
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
@@ -39,7 +35,7 @@ SPEED = Speed(
 """A millisecond for each token that is not cached, and nothing else."""
 
 
-def view_of(*loads: Load, max_requests: int = 4, now_ms: int = 5000) -> View:
+def view_of(*loads, max_requests=4, now_ms=5000):
     """Workers a, b, c with these loads, a thousand blocks of 16 tokens each."""
     measured = Measurement(ForwardPassMetrics(kv_total_blocks=1000), SPEED, NO_READINGS, at_ms=0)
     incarnations = [ONE, TWO, THREE][: len(loads)]
@@ -52,29 +48,22 @@ def view_of(*loads: Load, max_requests: int = 4, now_ms: int = 5000) -> View:
     )
 
 
-def query(
-    overlaps: Mapping[Incarnation, TierOverlap] | None = None,
-    *,
-    policy: str = "latency",
-    tokens: int = 100,
-    session_at: Incarnation | None = None,
-    **options: Any,
-) -> Query:
+def query(overlaps=None, *, policy="latency", tokens=100, session_at=None, **options):
     chain = [SequenceHash(n) for n in range(1, tokens // 16 + 1)]
     request = RouteRequest("r1", chain, tokens, policy, **options)
     held = Overlaps(overlaps or {})
     return Query(request, "aa", 1000, held, session_at=session_at, tries=1, waited_ms=7)
 
 
-def plan(asked: Query, view: View, *, degraded: bool = False, **settings: Any) -> Plan:
+def plan(asked, view, *, degraded=False, **settings):
     return WorkerSelector(RouterSettings(seed=1, **settings)).plan(asked, view, degraded=degraded)
 
 
-def worker(planned: Plan) -> str:
+def worker(planned):
     return planned.decision.worker.key.worker_id
 
 
-def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserved() -> None:
+def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserved():
     """Of 100 tokens, 7 blocks, b holds 3 blocks: 52 tokens are left, 52 ms."""
     planned = plan(query({TWO: TierOverlap(2, 1)}), view_of(Load(total=5), Load(total=8)))
     assert (worker(planned), planned.position, planned.wish.incarnation) == ("b", 1, TWO)
@@ -88,7 +77,7 @@ def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserve
     assert (decision.tries, decision.waited_ms, decision.reserved) == (1, 7, True)
 
 
-def test_a_fully_cached_prompt_still_reserves_the_token_that_engines_compute() -> None:
+def test_a_fully_cached_prompt_still_reserves_the_token_that_engines_compute():
     planned = plan(query({ONE: TierOverlap(6)}, tokens=96), view_of(Load()))
     assert planned.wish.reservation.prefill_tokens == 1
 
@@ -98,9 +87,7 @@ def test_a_fully_cached_prompt_still_reserves_the_token_that_engines_compute() -
     [(0.0, "a"), (0.05, "a"), (0.2, "b")],
     ids=["idle", "queue shorter than what is saved", "queue longer"],
 )
-def test_a_cached_prompt_waits_for_its_worker_only_while_that_is_quicker(
-    queued_s: float, chosen: str
-) -> None:
+def test_a_cached_prompt_waits_for_its_worker_only_while_that_is_quicker(queued_s, chosen):
     """A cache of 96 of 100 tokens saves 96 ms of prefill, and as much again to those behind it."""
     queue = Load(prefill_us=round(queued_s * 1e6), requests=1 if queued_s else 0)
     planned = plan(query({ONE: TierOverlap(6)}), view_of(queue, Load()))
@@ -109,7 +96,7 @@ def test_a_cached_prompt_waits_for_its_worker_only_while_that_is_quicker(
     assert planned.decision.locality == (Locality.KEPT if chosen == "a" else Locality.LOAD)
 
 
-def test_the_load_drains_with_the_time_of_the_view() -> None:
+def test_the_load_drains_with_the_time_of_the_view():
     """The queue of 200 ms began at 4.8 s: by 5 s it is empty."""
     head = Load(prefill_us=200_000, head_us=200_000, head_since_ms=4800, requests=1)
     overlaps = {ONE: TierOverlap(6)}
@@ -117,7 +104,7 @@ def test_the_load_drains_with_the_time_of_the_view() -> None:
     assert worker(plan(query(overlaps), view_of(head, Load(), now_ms=4800))) == "b"
 
 
-def test_a_worker_that_is_excluded_or_full_is_passed_over_and_the_reason_is_kept() -> None:
+def test_a_worker_that_is_excluded_or_full_is_passed_over_and_the_reason_is_kept():
     overlaps = {ONE: TierOverlap(6)}
     for exclude in ("a", "a:0"):
         planned = plan(query(overlaps, exclude=frozenset({exclude})), view_of(Load(), Load()))
@@ -126,18 +113,18 @@ def test_a_worker_that_is_excluded_or_full_is_passed_over_and_the_reason_is_kept
     assert (worker(planned), planned.decision.locality) == ("b", Locality.FULL)
 
 
-def test_overlap_of_a_worker_past_its_lease_is_named_by_its_incarnation() -> None:
+def test_overlap_of_a_worker_past_its_lease_is_named_by_its_incarnation():
     planned = plan(query({THREE: TierOverlap(6)}), view_of(Load(), Load()))
     assert planned.decision.locality == Locality.LEASE
     assert planned.decision.best == Best("#3", 6)
 
 
-def test_a_prompt_that_nobody_holds_has_no_locality_to_lose() -> None:
+def test_a_prompt_that_nobody_holds_has_no_locality_to_lose():
     planned = plan(query(), view_of(Load(), Load()))
     assert (planned.decision.locality, planned.decision.best) == (Locality.NONE, Best("", 0))
 
 
-def test_a_draw_between_workers_that_cost_the_same_is_a_tie() -> None:
+def test_a_draw_between_workers_that_cost_the_same_is_a_tie():
     asked, view = query({ONE: TierOverlap(6)}, policy="random"), view_of(Load(), Load())
     selectors = [WorkerSelector(RouterSettings(seed=seed)) for seed in range(20)]
     plans = [selector.plan(asked, view) for selector in selectors]
@@ -145,7 +132,7 @@ def test_a_draw_between_workers_that_cost_the_same_is_a_tie() -> None:
     assert found == {("a", Locality.KEPT), ("b", Locality.TIE)}
 
 
-def test_a_session_pulls_its_request_to_where_it_last_went() -> None:
+def test_a_session_pulls_its_request_to_where_it_last_went():
     """Half of what b lacks is assumed to be there: 50 tokens of prefill less than on a."""
     asked = query({ONE: TierOverlap(1)}, session_at=TWO)
     planned = plan(asked, view_of(Load(), Load()), session_affinity=0.5)
@@ -154,7 +141,7 @@ def test_a_session_pulls_its_request_to_where_it_last_went() -> None:
     assert worker(plan(gone, view_of(Load(), Load()), session_affinity=0.5)) == "a"
 
 
-def test_no_decision_is_possible_without_workers_room_or_a_worker_that_is_large_enough() -> None:
+def test_no_decision_is_possible_without_workers_room_or_a_worker_that_is_large_enough():
     with pytest.raises(NoWorkers, match="no worker is alive"):
         plan(query(), view_of())
     with pytest.raises(NoWorkers, match=r"excludes all live workers \(1\)"):
@@ -167,15 +154,15 @@ def test_no_decision_is_possible_without_workers_room_or_a_worker_that_is_large_
         plan(query(tokens=16_001), view_of(Load()))
 
 
-def test_a_request_waits_for_a_short_queue_unless_it_reserves_nothing() -> None:
+def test_a_request_waits_for_a_short_queue_unless_it_reserves_nothing():
     view = view_of(Load(prefill_us=3_000_000, requests=1))
-    limits: dict[str, Any] = {"wait_queue": 8, "wait_above_s": 2.0}
+    limits = {"wait_queue": 8, "wait_above_s": 2.0}
     with pytest.raises(AllWorkersBusy, match="or have over 2 s of prefills queued"):
         plan(query(), view, **limits)
     assert worker(plan(query(reserve=False), view, **limits)) == "a"
 
 
-def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks() -> None:
+def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks():
     view = view_of(Load(requests=9), Load(requests=8))
     decision = plan(query({}, policy="latency"), view, degraded=True).decision
     assert (decision.worker.key.worker_id, decision.policy) == ("b", "least_loaded")
@@ -187,7 +174,7 @@ def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks() 
     assert decision.trust is Trust.DEGRADED
 
 
-def test_an_overlap_that_is_not_all_published_is_a_bound() -> None:
+def test_an_overlap_that_is_not_all_published_is_a_bound():
     view = view_of(Load())
     [holder] = view.incarnations
     asked = query({holder: TierOverlap(2)})
@@ -198,7 +185,7 @@ def test_an_overlap_that_is_not_all_published_is_a_bound() -> None:
     assert plan(asked, view).decision.trust is Trust.BLIND
 
 
-def test_round_robin_takes_turns_that_only_reservations_use_up() -> None:
+def test_round_robin_takes_turns_that_only_reservations_use_up():
     selector, view = WorkerSelector(RouterSettings()), view_of(Load(), Load(), Load())
     turns = [
         worker(selector.plan(query(policy="round_robin", reserve=reserve), view))
@@ -207,7 +194,7 @@ def test_round_robin_takes_turns_that_only_reservations_use_up() -> None:
     assert turns == ["a", "b", "b", "c", "a", "a"]
 
 
-def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation() -> None:
+def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation():
     view = view_of(Load(requests=2, prefill_us=40_000), Load())
     planned = plan(query({ONE: TierOverlap(6)}, explain=True), view)
     planned.count()
@@ -217,7 +204,7 @@ def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation()
     assert (b.load.requests, b.overlap.total) == (0, 0)
 
 
-def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows() -> None:
+def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows():
     view, details = view_of(Load(), Load()), Pace(per_s=2)
     planned = plan(query({TWO: TierOverlap(2)}), view)
     full, brief, later = (planned.record(details, now_s) for now_s in (10.0, 10.4, 10.5))
@@ -235,7 +222,7 @@ def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows() -> None:
     assert explained.seen is not None, "on request, whatever the rate"
 
 
-def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates() -> None:
+def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates():
     view = view_of(Load(requests=1, prefill_us=80_000), Load(), Load())
     view.late_s = np.array([0.0, 0.5, 0.0])
     view.failed_shares = np.array([0.0, 0.0, 0.4])
@@ -250,7 +237,7 @@ def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates(
     assert record.seen.workers[record.costs.cost.argmin()] == record.worker
 
 
-def test_a_priority_counts_in_the_price_and_in_what_is_recorded_of_it() -> None:
+def test_a_priority_counts_in_the_price_and_in_what_is_recorded_of_it():
     # The first worker is busy, and the second one has more to compute of the prompt.
     view = view_of(Load(requests=1, prefill_us=1_500_000), Load())
     held = {ONE: TierOverlap(6)}

@@ -30,9 +30,7 @@ BUSY = ForwardPassMetrics(
 IDLE = ForwardPassMetrics(kv_total_blocks=NUM_BLOCKS)
 
 
-def view_of(
-    *workers: tuple[ForwardPassMetrics, Load], age_ms: int = 100, max_requests: int = 256
-) -> View:
+def view_of(*workers, age_ms=100, max_requests=256):
     known = []
     for number, (metrics, _) in enumerate(workers, 1):
         info = WorkerInfo(
@@ -44,7 +42,7 @@ def view_of(
     return View(Snapshot(NOW_MS, Loads.of(loads)), Workers(known))
 
 
-def chosen(policy: str, view: View) -> int:
+def chosen(policy, view):
     return choose(
         policy,
         view.candidates(Overlaps()),
@@ -54,7 +52,7 @@ def chosen(policy: str, view: View) -> int:
     ).index
 
 
-def rows(view: View, place: int) -> dict[str, float]:
+def rows(view, place):
     candidates = view.candidates(Overlaps())
     names = ("active_requests", "decoding_requests", "active_blocks", "prefill_s", "max_requests")
     return {name: float(getattr(candidates, name)[place]) for name in names}
@@ -62,13 +60,13 @@ def rows(view: View, place: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("policy", ["latency", "blocks", "least_loaded", "power_of_two"])
-def test_what_others_have_in_an_engine_is_load_for_every_policy(policy: str, is_told: bool) -> None:
+def test_what_others_have_in_an_engine_is_load_for_every_policy(policy, is_told):
     own = Load(requests=3, decoding=3, blocks=300)
     others = BUSY.beside(Load()) if is_told else BUSY
     assert chosen(policy, view_of((others, Load()), (IDLE, own))) == 1
 
 
-def test_requests_of_others_count_as_if_they_were_reserved() -> None:
+def test_requests_of_others_count_as_if_they_were_reserved():
     """Of 30 that run, six are ours. Ten wait, of which one may be ours: it has no first token. Each
     prompt of theirs has 800 tokens, which are 50 blocks."""
     ours = Load(requests=7, decoding=6, blocks=100, prefill_us=50_000)
@@ -94,18 +92,18 @@ def test_requests_of_others_count_as_if_they_were_reserved() -> None:
     assert rows(view, 1)["max_requests"] == 256
 
 
-def test_blocks_in_use_that_nobody_asked_for_are_load_as_well() -> None:
+def test_blocks_in_use_that_nobody_asked_for_are_load_as_well():
     held = replace(IDLE, kv_active_blocks=NUM_BLOCKS).beside(Load())
     view = view_of((held, Load()), (IDLE, Load(requests=2, decoding=2, blocks=200)))
     assert rows(view, 0)["active_blocks"] == 0.9 * NUM_BLOCKS
     assert chosen("blocks", view) == 1
 
 
-def test_a_report_that_is_old_counts_less_and_less() -> None:
+def test_a_report_that_is_old_counts_less_and_less():
     """Up to 3 s it counts in full; 5 s later by half. What was read before it was told is older."""
     told = BUSY.beside(Load())
 
-    def others(metrics: ForwardPassMetrics, age_ms: int) -> float:
+    def others(metrics, age_ms):
         return view_of((metrics, Load()), age_ms=age_ms).others_requests[0]
 
     assert [others(told, age_ms) for age_ms in (0, 3_000, 8_000, 13_000)] == [
@@ -117,7 +115,7 @@ def test_a_report_that_is_old_counts_less_and_less() -> None:
     assert others(replace(told, read_s_ago=10.0), 3_000) == pytest.approx(399 / 4)
 
 
-def test_others_fill_no_worker() -> None:
+def test_others_fill_no_worker():
     """Else all requests would be refused while others keep every engine busy."""
     view = view_of((BUSY.beside(Load()), Load()), max_requests=2)
     assert view.openings(float("inf")) == 2
@@ -126,7 +124,7 @@ def test_others_fill_no_worker() -> None:
     assert full.openings(float("inf")) == 0
 
 
-def test_a_reservation_leaves_what_others_have_as_it_is() -> None:
+def test_a_reservation_leaves_what_others_have_as_it_is():
     view = view_of((BUSY.beside(Load()), Load()))
     before = rows(view, 0)
     view.add(0, Reservation("r", prefill_tokens=48, prefill_us=300_000, blocks=3))
@@ -135,7 +133,7 @@ def test_a_reservation_leaves_what_others_have_as_it_is() -> None:
     assert after["active_blocks"] == before["active_blocks"] + 3
 
 
-def test_an_agent_that_does_not_say_what_was_reserved_is_believed_less() -> None:
+def test_an_agent_that_does_not_say_what_was_reserved_is_believed_less():
     """Twelve have ended since it counted: of 30 that are reserved now, 45 may have been."""
     ours = Load(requests=30, decoding=30, blocks=300)
     counted = replace(IDLE, request_active_slots=42)
@@ -151,7 +149,7 @@ class Engine:
     running: int = 0
 
 
-def own_traffic(seed: int, rate: float, num_requests: int = 3_000) -> list[float]:
+def own_traffic(seed, rate, num_requests=3_000):
     """The requests that would be taken for others' in each of many reports of one engine, of which
     nobody else asks anything.
 
@@ -160,7 +158,7 @@ def own_traffic(seed: int, rate: float, num_requests: int = 3_000) -> list[float
     up to 10 ms before the engine counts, and up to 10 ms after.
     """
     rng = random.Random(seed)
-    events: list[tuple[float, int, str]] = []
+    events = []
     at_s = 0.0
     for number in range(num_requests):
         at_s += rng.expovariate(rate)
@@ -197,7 +195,7 @@ def own_traffic(seed: int, rate: float, num_requests: int = 3_000) -> list[float
 
 
 @pytest.mark.parametrize("rate", [2.0, 20.0, 60.0])
-def test_nobodys_own_requests_are_counted_twice(rate: float) -> None:
+def test_nobodys_own_requests_are_counted_twice(rate):
     for seed in range(3):
         beyond = own_traffic(seed, rate)
         assert len(beyond) > 50
@@ -205,7 +203,7 @@ def test_nobodys_own_requests_are_counted_twice(rate: float) -> None:
         assert np.mean(beyond) < 0.01
 
 
-def test_a_view_of_workers_that_only_routers_use_adds_nothing() -> None:
+def test_a_view_of_workers_that_only_routers_use_adds_nothing():
     ours = Load(requests=5, decoding=4, blocks=500)
     report = replace(IDLE, request_active_slots=5, kv_active_blocks=600).beside(ours)
     view = view_of((report, ours), (IDLE, Load()))

@@ -1,9 +1,6 @@
 """What an engine makes of the blocks that its worker held."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,14 +10,13 @@ from app.core.loads import Load
 from app.core.overlaps import Overlaps
 from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.policy.decision import Decision
 from app.policy.reuse import held_tokens, lost_by_decision, lost_by_engine
 from tests.policy.test_plan import plan, query, view_of
 from tests.policy.test_transfer import able, fleet, route
 from tests.policy.test_view import ONE
 
 
-def decided(held: int, tokens: int, **engine: Any) -> Decision:
+def decided(held, tokens, **engine):
     """A prompt of which the worker holds `held` blocks of 16 tokens."""
     view = view_of(Load())
     [holder] = view.incarnations
@@ -45,14 +41,12 @@ def decided(held: int, tokens: int, **engine: Any) -> Decision:
         (0, 100, {}, 48, {}),
     ],
 )
-def test_what_is_not_used_has_a_cause(
-    held: int, tokens: int, engine: dict[str, Any], cached: int | None, lost: dict[str, int]
-) -> None:
+def test_what_is_not_used_has_a_cause(held, tokens, engine, cached, lost):
     found = lost_by_engine(decided(held, tokens, **engine), cached)
     assert {cause: tokens for (_, cause), tokens in found.items()} == lost
 
 
-def test_what_is_held_past_where_an_engine_goes_on_is_lost_to_alignment() -> None:
+def test_what_is_held_past_where_an_engine_goes_on_is_lost_to_alignment():
     decision = decided(6, 100)
     decision.overlap = TierOverlap(2)
     assert lost_by_engine(decision, 32) == {("used", "alignment"): 64}
@@ -66,9 +60,7 @@ def test_what_is_held_past_where_an_engine_goes_on_is_lost_to_alignment() -> Non
     st.integers(0, 3),
     st.none() | st.integers(0, 112),
 )
-def test_what_is_used_and_what_is_lost_is_all_that_was_held(
-    held: int, tokens: int, unit: int, recomputed: int, cached: int | None
-) -> None:
+def test_what_is_used_and_what_is_lost_is_all_that_was_held(held, tokens, unit, recomputed, cached):
     decision = decided(held, tokens, reuse_blocks=unit, recomputed_blocks=recomputed)
     lost = lost_by_engine(decision, cached)
     assert all(number > 0 for number in lost.values())
@@ -76,7 +68,7 @@ def test_what_is_used_and_what_is_lost_is_all_that_was_held(
     assert used == min(held_tokens(decision), cached or 0)
 
 
-def test_of_a_prefix_on_the_way_what_its_owner_does_not_have_on_the_device_is_lost() -> None:
+def test_of_a_prefix_on_the_way_what_its_owner_does_not_have_on_the_device_is_lost():
     owner = Load(requests=8)
     both = (able("a", Role.BOTH, "kvroute"), able("b", Role.BOTH, "kvroute"))
     view = fleet(*both, loads=[owner, Load()])
@@ -90,7 +82,7 @@ def test_of_a_prefix_on_the_way_what_its_owner_does_not_have_on_the_device_is_lo
     }
 
 
-def test_of_many_that_hold_the_same_one_with_room_is_enough() -> None:
+def test_of_many_that_hold_the_same_one_with_room_is_enough():
     view = view_of(Load(requests=4), Load(requests=4), Load())
     a, b, c = view.incarnations
     shared = [(frozenset({a, b}), TierOverlap(5))]

@@ -1,16 +1,14 @@
 """To which namespaces the requests for a name go."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
 import pytest
 
-from app.policy.spread import Availability, Groups, pick, spread
+from app.policy.spread import Availability, pick, spread
 
 LEAVES, SLEEPS, STAYS, SERVES = Availability
-SHARED: Groups = ({"old": 9.0, "new": 1.0}, {"blue": 0.0, "green": 1.0})
+SHARED = ({"old": 9.0, "new": 1.0}, {"blue": 0.0, "green": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -51,13 +49,11 @@ SHARED: Groups = ({"old": 9.0, "new": 1.0}, {"blue": 0.0, "green": 1.0})
         (("blue", "green"), {"blue": LEAVES}, {}),
     ],
 )
-def test_requests_go_to_those_that_may_have_them(
-    claims: tuple[str, ...], standings: dict[str, Availability], expected: dict[str, float]
-) -> None:
+def test_requests_go_to_those_that_may_have_them(claims, standings, expected):
     assert spread(claims, standings, SHARED) == expected
 
 
-def test_each_gets_its_part() -> None:
+def test_each_gets_its_part():
     rng = random.Random(7)
     weights = {"a": 0.0, "b": 9.0, "c": 1.0, "d": 0.0}
     counts = Counter(pick(weights, rng.random()) for _ in range(10_000))

@@ -1,9 +1,6 @@
 """Decisions with a source, from hand-made numbers: who computes, who decodes, and at what price."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +10,7 @@ from app.core.loads import Load, Loads, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.core.worker_report import NO_READINGS, ForwardPassMetrics, Speed, WorkerInfo
-from app.policy.plan import Plan
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics
 from app.policy.transfer import TransferKind, roles_of
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
@@ -28,12 +24,12 @@ LONG = {"tokens": 960}
 """60 blocks of 16 tokens."""
 
 
-def able(name: str, role: Role, way: str = "nixl", max_requests: int = 8) -> WorkerInfo:
+def able(name, role, way="nixl", max_requests=8):
     may_pair = {"kv_transfer": way, "kv_compatible": "a"}
     return replace(info(name, max_requests), role=role, **may_pair)
 
 
-def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LINK) -> View:
+def fleet(*infos, loads=None, speed=LINK):
     """Workers with these loads, a thousand blocks of 16 tokens each."""
     measured = Measurement(ForwardPassMetrics(kv_total_blocks=1000), speed, NO_READINGS, at_ms=0)
     incarnations = [ONE, TWO, THREE][: len(infos)]
@@ -44,29 +40,29 @@ def fleet(*infos: WorkerInfo, loads: list[Load] | None = None, speed: Speed = LI
     )
 
 
-def queue(seconds: float, requests: int = 1) -> Load:
+def queue(seconds, requests=1):
     return Load(prefill_us=round(1e6 * seconds), requests=requests)
 
 
-def source(planned: Plan) -> str | None:
+def source(planned):
     source = planned.decision.source
     return source and source.worker.key.worker_id
 
 
-def route(planned: Plan) -> tuple[str, str | None, str]:
+def route(planned):
     """Who decodes, who computes or hands on the prompt, and the kind."""
     made = planned.decision.source
     return worker(planned), source(planned), made.kind if made else "local"
 
 
-def test_workers_that_do_all_of_a_request_have_no_roles() -> None:
+def test_workers_that_do_all_of_a_request_have_no_roles():
     assert roles_of([info("a", 4), info("b", 4)]) is None
     assert roles_of([able("a", BOTH, ""), able("b", BOTH)]) is None
     view = fleet(info("a", 4), info("b", 4))
     assert plan(query(), view).decision.costs_by_kind == {}
 
 
-def test_kv_travels_only_between_workers_with_the_same_way_of_transfer() -> None:
+def test_kv_travels_only_between_workers_with_the_same_way_of_transfer():
     roles = roles_of([able("a", PREFILL), able("b", DECODE), able("c", DECODE, "other")])
     assert roles is not None
     assert roles.sources.tolist() == [True, False, False]
@@ -74,12 +70,12 @@ def test_kv_travels_only_between_workers_with_the_same_way_of_transfer() -> None
     assert roles.targets.tolist() == [False, True, True]
 
 
-def test_a_prompt_is_computed_where_it_is_decoded_if_nothing_else_happens_there() -> None:
+def test_a_prompt_is_computed_where_it_is_decoded_if_nothing_else_happens_there():
     view = fleet(able("a", PREFILL), able("b", DECODE))
     assert route(plan(query(**LONG), view)) == ("b", None, "local")
 
 
-def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
+def test_decodes_in_flight_make_a_split_worth_its_transfer():
     """Each of 8 requests that decode is slowed by the prefill: 5 % of 960 ms each."""
     decoding = Load(requests=8, decoding=8, blocks=8)
     view = fleet(able("a", PREFILL), able("b", DECODE, max_requests=16), loads=[Load(), decoding])
@@ -99,7 +95,7 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer() -> None:
     assert its.reservation.prefill_us == 960_000
 
 
-def test_what_the_target_holds_need_not_travel() -> None:
+def test_what_the_target_holds_need_not_travel():
     decoding = Load(requests=8, decoding=8, blocks=8)
     infos = (
         able("a", PREFILL),
@@ -131,9 +127,7 @@ def test_what_the_target_holds_need_not_travel() -> None:
     ],
     ids=["idle", "short queue", "long queue", "full", "behind the queue", "full, with a queue"],
 )
-def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(
-    owner: Load, way: str, expected: tuple[str, str | None, str]
-) -> None:
+def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(owner, way, expected):
     """59 of 60 blocks arrive in 96 ms. Where a request hands them on, that waits as well."""
     view = fleet(able("a", BOTH, way), able("b", BOTH, way), loads=[owner, Load()])
     planned = plan(query({ONE: TierOverlap(59)}, **LONG), view)
@@ -151,7 +145,7 @@ def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(
         assert planned.view.loads[1].receiving_until_ms == 5096
 
 
-def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
+def test_transfers_to_come_delay_the_next_from_the_same_source():
     """A second's wait for the link of `a`, and whoever holds as much and is free is taken."""
     full = Load(requests=8)
     sending = replace(full, sending_until_ms=6000)
@@ -170,7 +164,7 @@ def test_transfers_to_come_delay_the_next_from_the_same_source() -> None:
     assert waits == pytest.approx(2 * 1.0)
 
 
-def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> None:
+def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it():
     view = fleet(
         able("a", BOTH, "kvroute"), able("b", BOTH, "kvroute"), loads=[Load(requests=8), Load()]
     )
@@ -186,7 +180,7 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it() -> 
             assert planned.wish.reservation.prefill_tokens == 20 * 16
 
 
-def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again() -> None:
+def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again():
     """At `b` in 96 ms, whose wait counts twice. To compute it takes ten times as long."""
     infos = [able(name, BOTH, "kvroute") for name in "ab"]
     coming = fleet(*infos, loads=[Load(requests=8), Load(receiving_until_ms=5096)])
@@ -203,7 +197,7 @@ def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again() -> None:
     assert "arrival_s" not in plan(other, coming).decision.candidates[1].terms
 
 
-def test_what_has_yet_to_come_is_not_handed_on() -> None:
+def test_what_has_yet_to_come_is_not_handed_on():
     """`a` would be the better source of a split, had it the prefix already."""
     infos = (
         able("a", PREFILL, "kvroute"),
@@ -218,7 +212,7 @@ def test_what_has_yet_to_come_is_not_handed_on() -> None:
 
 
 @pytest.mark.parametrize("policy", ["blocks", "least_loaded", "round_robin"])
-def test_other_policies_split_wherever_there_is_a_prefill_worker(policy: str) -> None:
+def test_other_policies_split_wherever_there_is_a_prefill_worker(policy):
     view = fleet(able("a", PREFILL), able("b", DECODE), able("c", BOTH))
     for _ in range(4):
         target, computing, kind = route(plan(query(policy=policy, **LONG), view))
@@ -228,7 +222,7 @@ def test_other_policies_split_wherever_there_is_a_prefill_worker(policy: str) ->
     assert source(plan(query(policy=policy, **LONG), view)) is None
 
 
-def test_strict_decode_workers_compute_no_prompts() -> None:
+def test_strict_decode_workers_compute_no_prompts():
     infos = able("a", PREFILL), able("b", DECODE)
     assert source(plan(query(**LONG), fleet(*infos))) is None
     assert route(plan(query(**LONG), fleet(*infos), strict_roles=True)) == ("b", "a", "split")
@@ -236,12 +230,12 @@ def test_strict_decode_workers_compute_no_prompts() -> None:
         plan(query(**LONG), fleet(able("b", DECODE)), strict_roles=True)
 
 
-def test_prefill_workers_alone_answer_nothing() -> None:
+def test_prefill_workers_alone_answer_nothing():
     with pytest.raises(NoWorkers, match="all have the role prefill"):
         plan(query(), fleet(able("a", PREFILL)))
 
 
-def test_an_excluded_worker_is_neither_target_nor_source() -> None:
+def test_an_excluded_worker_is_neither_target_nor_source():
     decoding = Load(requests=8, decoding=8, blocks=8)
     infos = able("a", PREFILL), able("b", DECODE, max_requests=16)
     view = fleet(*infos, loads=[Load(), decoding])
@@ -249,7 +243,7 @@ def test_an_excluded_worker_is_neither_target_nor_source() -> None:
     assert route(planned) == ("b", None, "local")
 
 
-def test_both_reservations_count_in_the_view() -> None:
+def test_both_reservations_count_in_the_view():
     decoding = Load(requests=8, decoding=8, blocks=8)
     infos = able("a", PREFILL), able("b", DECODE, max_requests=16)
     view = fleet(*infos, loads=[Load(), decoding])
@@ -263,12 +257,12 @@ def test_both_reservations_count_in_the_view() -> None:
 
 @pytest.mark.parametrize("way", ["nixl", "kvroute"])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
+def test_no_pair_is_cheaper_than_the_chosen_route(seed, way):
     """Against all pairs, priced one by one, in random fleets; and it is the same one if those that
     cannot be the cheapest are not priced."""
     rng = np.random.default_rng(seed)
     infos = [able(name, BOTH, way, max_requests=64) for name in "abc"]
-    loads: list[Load] = []
+    loads = []
     for _ in infos:
         decoding = int(rng.integers(0, 20))
         waits = int(rng.integers(0, 3))
@@ -287,7 +281,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
     planned = plan(query(overlaps, explain=True, **LONG), view)
     assert planned.wish == plan(query(overlaps, **LONG), view).wish
     local = planned.decision.candidates
-    terms: list[dict[str, Any]] = [candidate.terms for candidate in local]
+    terms = [candidate.terms for candidate in local]
     splits, fetches = [], []
     longest = max(candidate.overlap.total for candidate in local)
     for s, t in ((s, t) for s in range(3) for t in range(3) if s != t):
@@ -314,7 +308,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed: int, way: str) -> None:
     assert costs[made.kind if made else TransferKind.LOCAL] == min(costs.values())
 
 
-def test_a_pair_whose_kv_does_not_arrive_is_left_alone() -> None:
+def test_a_pair_whose_kv_does_not_arrive_is_left_alone():
     view = fleet(able("a", PREFILL), able("b", DECODE), able("c", PREFILL))
     keys = {one.key.worker_id: one.key for one in view.infos}
     asked = query(policy="least_loaded", **LONG)
@@ -325,7 +319,7 @@ def test_a_pair_whose_kv_does_not_arrive_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "latency"])
-def test_a_prompt_of_one_token_is_not_split(policy: str) -> None:
+def test_a_prompt_of_one_token_is_not_split(policy):
     view = fleet(able("a", PREFILL), able("b", DECODE))
     assert route(plan(query(tokens=1, policy=policy), view)) == ("b", None, "local")
     if policy == "least_loaded":

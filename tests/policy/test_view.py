@@ -1,7 +1,5 @@
 """The workers as decisions see them, from hand-made numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, fields, replace
 
@@ -12,14 +10,13 @@ from app.core.overlaps import Overlaps, Resume
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.verdicts import Mark, Marks, MarksByWorker
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, WorkerInfo
-from app.policy.cost import Candidates
 from app.policy.view import View, load_statistics
 from app.policy.workers import UNMEASURED, Measurement, Workers
 
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
 
-def info(worker_id: str, max_requests: int = 256) -> WorkerInfo:
+def info(worker_id, max_requests=256):
     return WorkerInfo(
         WorkerKey(worker_id),
         f"http://{worker_id}:8081",
@@ -29,15 +26,15 @@ def info(worker_id: str, max_requests: int = 256) -> WorkerInfo:
     )
 
 
-def measured(metrics: ForwardPassMetrics, at_ms: int = 0) -> Measurement:
+def measured(metrics, at_ms=0):
     return Measurement(metrics, DEFAULT_SPEED, NO_READINGS, at_ms)
 
 
-def column(candidates: Candidates, position: int) -> dict[str, float]:
+def column(candidates, position):
     return {f.name: float(getattr(candidates, f.name)[position]) for f in fields(candidates)}
 
 
-def test_every_column_shows_what_its_name_says() -> None:
+def test_every_column_shows_what_its_name_says():
     reported = ForwardPassMetrics(
         request_active_slots=3,
         request_total_slots=8,
@@ -91,7 +88,7 @@ def test_every_column_shows_what_its_name_says() -> None:
     assert seen.overlap_device.tolist() == [0, 5]
 
 
-def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> None:
+def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones():
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
     view = View(Snapshot(1000, Loads.of({ONE: Load(), TWO: Load()})), workers)
     before = view.candidates(Overlaps())
@@ -103,7 +100,7 @@ def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones() -> 
     assert view.loads[1].total == 1
 
 
-def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
+def test_what_was_routed_to_a_worker_fades_as_reservations_follow():
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
     view = View(Snapshot(0, Loads.of({ONE: Load(), TWO: Load()})), workers)
     view.add(0, Reservation("r", prefill_tokens=1, prefill_us=1_000_000, blocks=1))
@@ -117,14 +114,14 @@ def test_what_was_routed_to_a_worker_fades_as_reservations_follow() -> None:
     assert again.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
 
 
-def test_a_view_without_workers_has_no_block_size_and_no_openings() -> None:
+def test_a_view_without_workers_has_no_block_size_and_no_openings():
     view = View(Snapshot(0, Loads.of({})), Workers([]))
     assert view.block_size is None
     assert (view.openings(math.inf), view.shortest_queue_s) == (0, 0.0)
     assert view.candidates(Overlaps({ONE: TierOverlap(1)})).max_requests.size == 0
 
 
-def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -> None:
+def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others():
     known = Workers([(inc, info(str(inc)), UNMEASURED) for inc in (ONE, TWO, THREE)])
     loads = {ONE: Load(requests=256), TWO: Load(requests=300), THREE: Load(requests=250)}
     view = View(Snapshot(now_ms=0, loads=Loads.of(loads)), known)
@@ -134,14 +131,14 @@ def test_a_full_or_overfull_worker_has_no_opening_and_takes_none_from_others() -
     assert (view.openings(10.0), view.openings(9.9)) == (1, 0)
 
 
-def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any() -> None:
+def test_a_prompt_may_fill_a_whole_worker_and_one_of_unknown_size_holds_any():
     sized, unknown = info("a"), replace(info("b"), kv_total_blocks=0)
     known = Workers([(ONE, sized, UNMEASURED), (TWO, unknown, UNMEASURED)])
     view = View(Snapshot(now_ms=0, loads=Loads.of({ONE: Load(), TWO: Load()})), known)
     assert [view.all_hold(blocks) for blocks in (1000, 1001)] == [True, False]
 
 
-def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
+def test_the_spread_of_load_is_a_sample_standard_deviation():
     """Three workers use 0.1, 0.2 and 0.6 of their blocks: mean 0.3, and the squares of the
     deviations, 0.04 + 0.01 + 0.09, halved are 0.07. Workers that report no blocks, or reported
     them too long ago, are left out."""
@@ -152,7 +149,7 @@ def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
     known += [measured(reports[0], at_ms=8_000), UNMEASURED]
     workers = [(Incarnation(n), info(f"w{n}"), one) for n, one in enumerate(known)]
 
-    def at(now_ms: int) -> tuple[float, float]:
+    def at(now_ms):
         loads = {inc: Load() for inc, _, _ in workers}
         return load_statistics(View(Snapshot(now_ms, Loads.of(loads)), Workers(workers)))
 
@@ -162,14 +159,14 @@ def test_the_spread_of_load_is_a_sample_standard_deviation() -> None:
     assert at(12_000) == (0.0, 0.0), "all stale by then"
 
 
-def test_one_worker_has_a_mean_load_but_no_spread() -> None:
+def test_one_worker_has_a_mean_load_but_no_spread():
     report = ForwardPassMetrics(kv_active_blocks=250, kv_total_blocks=1000)
     view = View(Snapshot(0, Loads.of({ONE: Load()})), Workers([(ONE, info("a"), measured(report))]))
     assert load_statistics(view) == (0.25, 0.0)
     assert load_statistics(View(Snapshot(0, Loads.of({})), Workers([]))) == (0.0, 0.0)
 
 
-def view_of(*infos: WorkerInfo) -> View:
+def view_of(*infos):
     known = [(Incarnation(n), info, UNMEASURED) for n, info in enumerate(infos, 1)]
     return View(Snapshot(0, Loads.of({inc: Load() for inc, _, _ in known})), Workers(known))
 
@@ -187,9 +184,7 @@ def view_of(*infos: WorkerInfo) -> View:
         (TierOverlap(device=8), 8 * 16 + 1, TierOverlap(device=8)),
     ],
 )
-def test_an_engine_reuses_only_whole_blocks_of_its_own(
-    held: TierOverlap, isl_tokens: int, reused: TierOverlap | None
-) -> None:
+def test_an_engine_reuses_only_whole_blocks_of_its_own(held, isl_tokens, reused):
     view = view_of(info("a"), replace(info("b"), reuse_blocks=4))
     overlaps = view.reusable(Overlaps({ONE: held, TWO: held}), isl_tokens)
     assert overlaps == {ONE: held} | ({TWO: reused} if reused else {})
@@ -200,8 +195,8 @@ def test_an_engine_reuses_only_whole_blocks_of_its_own(
     [(1, 1, 5, 4), (1, 1, 1, 0), (4, 4, 11, 4), (4, 4, 7, 0)],
 )
 def test_an_engine_that_looks_ahead_computes_its_last_blocks_again(
-    reuse_blocks: int, recomputed_blocks: int, num_held: int, num_reused: int
-) -> None:
+    reuse_blocks, recomputed_blocks, num_held, num_reused
+):
     worker = replace(info("a"), reuse_blocks=reuse_blocks, recomputed_blocks=recomputed_blocks)
     overlaps = view_of(worker).reusable(Overlaps({ONE: TierOverlap(num_held)}), 1000)
     assert overlaps.get(ONE, TierOverlap()) == TierOverlap(num_reused)
@@ -219,8 +214,8 @@ def test_an_engine_that_looks_ahead_computes_its_last_blocks_again(
     ],
 )
 def test_where_the_index_says_that_an_engine_goes_on_counts_before_its_numbers(
-    resume: Resume, isl_tokens: int, reused: TierOverlap | None
-) -> None:
+    resume, isl_tokens, reused
+):
     view = view_of(replace(info("a"), reuse_blocks=4), info("b"))
     held = Overlaps(dict.fromkeys((ONE, TWO), TierOverlap(6, 3)), resumes={ONE: resume})
     found = view.reusable(held, isl_tokens)
@@ -228,18 +223,18 @@ def test_where_the_index_says_that_an_engine_goes_on_counts_before_its_numbers(
     assert found[TWO] == TierOverlap(6, 3)
 
 
-def test_where_more_is_foreseen_than_held_the_numbers_count() -> None:
+def test_where_more_is_foreseen_than_held_the_numbers_count():
     view = view_of(replace(info("a"), reuse_blocks=4))
     foreseen = Overlaps({ONE: TierOverlap(11)}, resumes={ONE: Resume(9, 5, 5)})
     assert view.reusable(foreseen, 1000) == {ONE: TierOverlap(8)}
 
 
-def test_overlaps_of_workers_that_reuse_every_block_are_passed_on() -> None:
+def test_overlaps_of_workers_that_reuse_every_block_are_passed_on():
     overlaps = Overlaps({ONE: TierOverlap(5, 3, 1), THREE: TierOverlap(9)})
     assert view_of(info("a"), info("b")).reusable(overlaps, 1000) is overlaps
 
 
-def test_what_many_hold_alike_is_shown_as_if_it_were_of_each() -> None:
+def test_what_many_hold_alike_is_shown_as_if_it_were_of_each():
     known = Workers([(Incarnation(n), info(f"w{n}"), UNMEASURED) for n in range(1, 101)])
     view = View(Snapshot(0, Loads.of({inc: Load() for inc in known.incarnations})), known)
     many = frozenset(map(Incarnation, range(1, 90)))
@@ -260,10 +255,10 @@ def test_what_many_hold_alike_is_shown_as_if_it_were_of_each() -> None:
         assert one.tolist() == other.tolist()
 
 
-def test_late_first_tokens_are_a_price_that_fades_but_while_its_next_try_is_overdue() -> None:
+def test_late_first_tokens_are_a_price_that_fades_but_while_its_next_try_is_overdue():
     marks = Marks(late=Mark(late_ms=8000, at_ms=100_000))
 
-    def late_s(now_ms: int, load: Load, metrics: ForwardPassMetrics | None = None) -> list[float]:
+    def late_s(now_ms, load, metrics=None):
         workers = Workers(
             [
                 (ONE, info("a"), UNMEASURED),

@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import asyncio
 
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from app.router import carried, reports
 from app.router.carried import Carried
 from app.state import reservations
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, FakeWorkers
-from tests.router.test_router import Replica, request, running, workers
+from tests.fake_worker import KEYS
+from tests.router.test_router import request, running, workers
 
 __all__ = ["workers"]
 
@@ -19,17 +15,17 @@ SHORT_MS = 400
 
 
 @pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_times(monkeypatch):
     monkeypatch.setattr(reservations, "CARRIED_MS", SHORT_MS)
     monkeypatch.setattr(carried, "EXTEND_S", 0.1)
     monkeypatch.setattr(reports, "LOOK_S", 0.05)
 
 
-async def until_expired(redis: Redis, *reservation_ids: str) -> None:
+async def until_expired(redis, *reservation_ids):
     """Return once what is reserved now would have expired, unless it is extended."""
     scores = [await redis.zscore(KEYS["expiry"], each) for each in reservation_ids]
 
-    async def now_ms() -> float:
+    async def now_ms():
         seconds, micros = await redis.time()
         return float(seconds * 1000 + micros / 1000)
 
@@ -38,8 +34,8 @@ async def until_expired(redis: Redis, *reservation_ids: str) -> None:
 
 @pytest.mark.parametrize("decoding", [False, True])
 async def test_what_a_door_carries_stays_reserved_and_ends_soon_after_its_replica(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers, decoding: bool
-) -> None:
+    one_redis_server, redis, workers, decoding
+):
     await workers.register("w1", max_requests=2)
     both = {"r1": "w1:0", "r2": "w1:0"}
     async with running(one_redis_server.url, prefill_ttl_s=0.2, reservation_ttl_s=0.3) as other:
@@ -56,8 +52,8 @@ async def test_what_a_door_carries_stays_reserved_and_ends_soon_after_its_replic
 
 
 async def test_what_a_client_carries_itself_outlives_the_replica_that_decided(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+    one_redis_server, redis, workers
+):
     await workers.register("w1")
     async with running(one_redis_server.url):
         async with running(one_redis_server.url) as dies:
@@ -67,8 +63,8 @@ async def test_what_a_client_carries_itself_outlives_the_replica_that_decided(
 
 
 async def test_what_redis_lost_of_running_requests_comes_back_and_is_released_once(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+    one_redis_server, redis, workers
+):
     await workers.register("w1")
     async with running(one_redis_server.url) as replica:
         ends = await replica.route(request("r1", carried=True))
@@ -83,18 +79,15 @@ async def test_what_redis_lost_of_running_requests_comes_back_and_is_released_on
         assert set(await workers.reserved()) == {"r2"}
 
 
-def extensions(replica: Replica) -> list[int]:
+def extensions(replica):
     """How many calls each round trip had that extended anything."""
     trips = (names.count("extend") for names in replica.runner.round_trips)
     return [number for number in trips if number]
 
 
 async def test_many_share_a_round_trip_and_short_requests_cost_none(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    workers: FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    one_redis_server, redis, workers, monkeypatch
+):
     await workers.register("w1")
     async with running(one_redis_server.url) as replica:
         monkeypatch.setattr(carried, "EXTEND_S", 60.0)
@@ -108,7 +101,7 @@ async def test_many_share_a_round_trip_and_short_requests_cost_none(
         # However long those 200 took, now they are due at once.
         monkeypatch.setattr(Carried, "due", lambda self, now_s, view: due(self, now_s + 60, view))
 
-        async def shared() -> bool:
+        async def shared():
             return 2 in extensions(replica)
 
         await eventually(shared)
@@ -116,9 +109,7 @@ async def test_many_share_a_round_trip_and_short_requests_cost_none(
         assert max(extensions(replica)) == 2
 
 
-async def test_a_whole_answer_is_told_by_one_script(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+async def test_a_whole_answer_is_told_by_one_script(one_redis_server, redis, workers):
     await workers.register("w1")
     async with running(one_redis_server.url) as replica:
         whole = await replica.route(request("whole", carried=True))
@@ -129,7 +120,7 @@ async def test_a_whole_answer_is_told_by_one_script(
         replica.end(whole.reservation_id)
         replica.end(streamed.reservation_id)
 
-        async def released() -> float:
+        async def released():
             return replica.counted("reservations", event="released")
 
         await eventually(released, lambda count: count == 2)

@@ -1,23 +1,17 @@
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core import registration
-from app.core.errors import KvrouteError, NoWorkers, RedisRecovering, RedisUnavailable
+from app.core.errors import NoWorkers, RedisRecovering, RedisUnavailable
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
-from app.local.redis_server import EmbeddedRedis
 from app.policy.cost import POLICIES
 from app.policy.workers import Measurement
 from app.router import fleet as fleets
@@ -34,32 +28,26 @@ ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
 
 @pytest.fixture
-def space(redis: Redis) -> Namespace:
+def space(redis):
     return Namespace(redis)
 
 
-def fleet_of(space: Namespace) -> Fleet:
+def fleet_of(space):
     return Fleet(space.redis, space.keys, timeout_s=2)
 
 
-async def publish(
-    space: Namespace,
-    inc: Incarnation,
-    measured: ForwardPassMetrics,
-    speed: Speed = DEFAULT_SPEED,
-    entry_id: str = "*",
-) -> None:
+async def publish(space, inc, measured, speed=DEFAULT_SPEED, entry_id="*"):
     """Publish metrics as an agent does."""
     entry = {
         "worker": "a:0",
         "incarnation": str(inc),
         **registration.encode_metrics(measured, speed),
     }
-    await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)  # type: ignore[arg-type]
+    await space.redis.xadd(space.keys["metrics"], entry, id=entry_id)
 
 
 @asynccontextmanager
-async def following(fleet: Fleet) -> AsyncIterator[None]:
+async def following(fleet):
     task = asyncio.create_task(fleet.measurements.follow())
     try:
         yield
@@ -69,20 +57,20 @@ async def following(fleet: Fleet) -> AsyncIterator[None]:
             await task
 
 
-async def learned(fleet: Fleet, inc: Incarnation, waiting: int) -> Measurement:
+async def learned(fleet, inc, waiting):
     """What the fleet has learnt of `inc`, once that includes `waiting` requests."""
 
-    async def look() -> Measurement:
+    async def look():
         return fleet.measured(inc)
 
     return await eventually(look, lambda m: m.metrics.num_requests_waiting == waiting)
 
 
-def waiting(requests: int) -> ForwardPassMetrics:
+def waiting(requests):
     return ForwardPassMetrics(num_requests_waiting=requests)
 
 
-async def test_a_view_shows_the_live_workers_and_their_reservations(space: Namespace) -> None:
+async def test_a_view_shows_the_live_workers_and_their_reservations(space):
     fleet = fleet_of(space)
     assert fleet.block_size is None
     a, b = await space.worker("a"), await space.worker("b")
@@ -94,7 +82,7 @@ async def test_a_view_shows_the_live_workers_and_their_reservations(space: Names
     assert fleet.last_view is view
 
 
-async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
+async def test_redis_is_asked_only_about_new_workers(space):
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
@@ -109,15 +97,13 @@ async def test_redis_is_asked_only_about_new_workers(space: Namespace) -> None:
     assert view.incarnations == [ONE, b]
 
 
-async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_a_thousand_workers_only_the_new_one_is_decoded(space, monkeypatch):
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
     before = await space.get("meta", "workers_ms")
     await eventually(space.now_ms, lambda now: str(now) != before)
-    decoded: list[bytes] = []
+    decoded = []
     decode = registration.decode_info
     monkeypatch.setattr(
         registration, "decode_info", lambda text: decoded.append(text) or decode(text)
@@ -127,12 +113,10 @@ async def test_of_a_thousand_workers_only_the_new_one_is_decoded(
     assert [decode(text).key for text in decoded] == [WorkerKey("b")]
 
 
-async def test_of_forty_workers_only_the_entry_of_a_new_one_or_a_changed_one_is_read(
-    space: Namespace,
-) -> None:
+async def test_of_forty_workers_only_the_entry_of_a_new_one_or_a_changed_one_is_read(space):
     fleet, known = fleet_of(space), Columns()
 
-    async def entries_read() -> set[str]:
+    async def entries_read():
         """By the view that follows."""
         snapshot = await space.do(reservations.changes(space.keys, known))
         assert snapshot is not None
@@ -155,18 +139,16 @@ async def test_of_forty_workers_only_the_entry_of_a_new_one_or_a_changed_one_is_
     assert await entries_read() == {str(incs[7])}
 
 
-async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(space, monkeypatch):
     """While another view reads those that had changed before."""
     fleet, known = fleet_of(space), Columns()
 
-    async def seen() -> Snapshot:
+    async def seen():
         snapshot = await space.do(reservations.changes(space.keys, known))
         assert snapshot is not None
         return snapshot
 
-    async def register_again(inc: Incarnation, kv_total_blocks: int) -> None:
+    async def register_again(inc, kv_total_blocks):
         before = await space.get("meta", "workers_ms")
         await eventually(space.now_ms, lambda now: str(now) != before)
         space.infos[inc] = replace(space.infos[inc], kv_total_blocks=kv_total_blocks)
@@ -177,13 +159,13 @@ async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(
     await register_again(b, 66)
     hmget, is_asked, may_go_on = space.redis.hmget, asyncio.Event(), asyncio.Event()
 
-    async def slow(*args: Any) -> Any:
+    async def slow(*args):
         found = await hmget(*args)
         is_asked.set()
         await may_go_on.wait()
         return found
 
-    async def failing(*_: Any) -> Any:
+    async def failing(*_):
         raise RedisUnavailable("for once")
 
     monkeypatch.setattr(space.redis, "hmget", slow)
@@ -202,13 +184,13 @@ async def test_a_changed_entry_that_could_not_be_read_is_read_by_a_later_view(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_worker_that_says_something_new_is_heard_though_the_answer_that_told_it_is_not(
-    space: Namespace, is_lost: bool
-) -> None:
+    space, is_lost
+):
     """As another one retires, which that answer cannot tell, or as it comes too late."""
     fleet, known = fleet_of(space), Columns()
     incs = [await space.worker(f"w{n}") for n in range(40)]  # with few, all are told
 
-    async def seen() -> Snapshot | None:
+    async def seen():
         return await space.do(reservations.changes(space.keys, known))
 
     first = await seen()
@@ -225,7 +207,7 @@ async def test_a_worker_that_says_something_new_is_heard_though_the_answer_that_
     assert view.infos[view.incarnations.index(incs[3])].adapters == ("new",)
 
 
-async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Namespace) -> None:
+async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space):
     await space.worker("a")
     await space.worker("b")
     await space.redis.hdel(space.keys["workers"], "1")
@@ -235,8 +217,8 @@ async def test_an_incarnation_without_a_worker_entry_is_not_routed_to(space: Nam
 
 @pytest.mark.parametrize("spoilt", ["spoilt", "{}", "[]"])
 async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
-    space: Namespace, caplog: pytest.LogCaptureFixture, spoilt: str
-) -> None:
+    space, caplog, spoilt
+):
     await space.worker("a")
     await space.worker("b")
     await space.redis.hset(space.keys["workers"], "1", spoilt)
@@ -245,7 +227,7 @@ async def test_an_incarnation_whose_worker_entry_is_corrupted_is_not_routed_to(
     assert "ignoring the worker of incarnation 1" in caplog.text
 
 
-async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
+async def test_forget_except_drops_all_other_workers(space):
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await publish(space, a, waiting(7))
@@ -259,9 +241,7 @@ async def test_forget_except_drops_all_other_workers(space: Namespace) -> None:
     assert (await fleet.view(await space.loads())).incarnations == [b]
 
 
-async def test_a_namespace_created_again_may_give_old_numbers_to_other_workers(
-    space: Namespace,
-) -> None:
+async def test_a_namespace_created_again_may_give_old_numbers_to_other_workers(space):
     fleet = fleet_of(space)
     await space.worker("a")
     await space.worker("b")
@@ -274,9 +254,7 @@ async def test_a_namespace_created_again_may_give_old_numbers_to_other_workers(
     assert [str(i.key) for i in (await fleet.view(await space.loads())).infos] == ["b:0", "a:0"]
 
 
-async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         space = Namespace(redis)
         await space.worker("a")
@@ -287,8 +265,8 @@ async def test_without_redis_a_view_with_new_workers_raises_redis_unavailable(
 
 
 async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
-    space: Namespace, one_redis_server: EmbeddedRedis
-) -> None:
+    space, one_redis_server
+):
     fleet = Fleet(space.redis, space.keys, timeout_s=0.02)
     queries = (
         fleet.view(Snapshot(now_ms=0, loads=Loads.of({ONE: Load()}))),
@@ -301,9 +279,7 @@ async def test_a_redis_that_hangs_is_not_waited_for_longer_than_the_timeout(
                 await query
 
 
-async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
-    space: Namespace,
-) -> None:
+async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(space):
     fleet = fleet_of(space)
     for name in ("a", "b"):
         await space.worker(name)
@@ -327,9 +303,7 @@ async def test_after_an_outage_the_last_view_holds_until_leases_are_renewed(
     assert (await fleet.view(await space.loads())).incarnations == [ONE]
 
 
-async def test_a_worker_that_does_not_renew_soon_after_an_outage_is_gone(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_does_not_renew_soon_after_an_outage_is_gone(space, monkeypatch):
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
@@ -341,16 +315,14 @@ async def test_a_worker_that_does_not_renew_soon_after_an_outage_is_gone(
 
 
 @pytest.mark.parametrize("error", [NoWorkers("none"), RedisRecovering("coming back")])
-async def test_only_a_redis_that_does_not_answer_counts_as_an_outage(
-    space: Namespace, error: KvrouteError
-) -> None:
+async def test_only_a_redis_that_does_not_answer_counts_as_an_outage(space, error):
     fleet = fleet_of(space)
     # Otherwise each RedisRecovering would prolong the recovery.
     fleet.note(error)
     assert not fleet.recovers
 
 
-async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace) -> None:
+async def test_candidates_show_overlaps_loads_and_measurements(space):
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
@@ -396,9 +368,7 @@ async def test_candidates_show_overlaps_loads_and_measurements(space: Namespace)
     assert seen.active_blocks.tolist() == [0, 7], "arrays handed out before must not change"
 
 
-async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
-    space: Namespace,
-) -> None:
+async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(space):
     # Each takes up to 256 requests.
     a, b = await space.worker("a"), await space.worker("b")
     fleet = fleet_of(space)
@@ -414,7 +384,7 @@ async def test_openings_are_free_slots_or_one_per_worker_if_queues_are_limited(
     assert (empty.openings(math.inf), empty.shortest_queue_s) == (0, 0.0)
 
 
-async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
+async def test_the_latest_entry_of_each_worker_counts(space):
     fleet = fleet_of(space)
     before = await space.now_ms()
     await publish(space, ONE, waiting(1))
@@ -442,12 +412,8 @@ async def test_the_latest_entry_of_each_worker_counts(space: Namespace) -> None:
     ],
 )
 async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
-    space: Namespace,
-    monkeypatch: pytest.MonkeyPatch,
-    entries: str,
-    pages: int,
-    known: dict[int, int],
-) -> None:
+    space, monkeypatch, entries, pages, known
+):
     monkeypatch.setattr(measurements, "PAGE", 2)
     fleet = fleet_of(space)
     for number, inc in enumerate(entries.replace(" ", "")):
@@ -459,7 +425,7 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
             await publish(space, Incarnation(int(inc)), waiting(number))
     await space.redis.config_resetstat()
     await fleet.measurements.poll(None)
-    stats: Any = await space.redis.info("commandstats")
+    stats = await space.redis.info("commandstats")
     assert stats["cmdstat_xrevrange"]["calls"] == pages
     for inc in (1, 2, 3):
         measured = fleet.measured(Incarnation(inc))
@@ -467,8 +433,8 @@ async def test_the_stream_is_read_back_only_while_pages_name_further_workers(
 
 
 async def test_the_newest_entry_of_each_worker_since_the_last_poll_is_read_however_many(
-    space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    space, monkeypatch
+):
     monkeypatch.setattr(measurements, "PAGE", 2)
     fleet = fleet_of(space)
     await publish(space, Incarnation(1), waiting(1))
@@ -479,13 +445,13 @@ async def test_the_newest_entry_of_each_worker_since_the_last_poll_is_read_howev
     await space.redis.config_resetstat()
     position = await fleet.measurements.poll(position)
     assert await fleet.measurements.poll(position) == position
-    stats: Any = await space.redis.info("commandstats")
+    stats = await space.redis.info("commandstats")
     assert stats["cmdstat_xrevrange"]["calls"] == 7
     for inc in range(1, 7):
         assert fleet.measured(Incarnation(inc)).metrics == waiting(inc)
 
 
-async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> None:
+async def test_the_next_view_shows_what_was_measured_since(space):
     fleet = fleet_of(space)
     inc = await space.worker("a")
     assert (await fleet.view(await space.loads())).measured[0].metrics == ForwardPassMetrics()
@@ -498,8 +464,8 @@ async def test_the_next_view_shows_what_was_measured_since(space: Namespace) -> 
 
 
 async def test_of_known_workers_only_every_third_report_is_read_unless_the_policy_goes_by_them(
-    space: Namespace,
-) -> None:
+    space,
+):
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await fleet.view(await space.loads())
@@ -517,9 +483,7 @@ async def test_of_known_workers_only_every_third_report_is_read_unless_the_polic
     }
 
 
-async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(
-    space: Namespace, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(space, caplog):
     fleet = fleet_of(space)
     key = space.keys["metrics"]
     await space.redis.xadd(key, {"worker": "a:0", "incarnation": "None"})
@@ -535,7 +499,7 @@ async def test_a_metrics_entry_that_makes_no_sense_is_skipped_and_logged(
         assert f"ignoring a metrics entry of {worker}" in caplog.text
 
 
-async def test_a_stream_that_is_created_later_is_followed_too(space: Namespace) -> None:
+async def test_a_stream_that_is_created_later_is_followed_too(space):
     fleet = fleet_of(space)
     async with following(fleet):
         await publish(space, ONE, waiting(4))
@@ -543,8 +507,8 @@ async def test_a_stream_that_is_created_later_is_followed_too(space: Namespace) 
 
 
 async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_beginning(
-    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+    own_redis_server, caplog
+):
     """Even if its clock is behind, so that its entries seem older than those seen before."""
     caplog.set_level(logging.DEBUG, "app.router.measurements")
     async with connect(own_redis_server.url) as redis:
@@ -555,7 +519,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
             await learned(fleet, ONE, waiting=1)
             own_redis_server.kill()
 
-            async def log() -> str:
+            async def log():
                 return caplog.text
 
             await eventually(log, lambda text: "metrics not read" in text)
@@ -565,7 +529,7 @@ async def test_a_redis_that_was_emptied_and_restarted_is_followed_from_its_begin
     assert measured.at_ms == 1_500_000_000_000
 
 
-def test_measurements_older_than_a_second_are_stale() -> None:
+def test_measurements_older_than_a_second_are_stale():
     measured = Measurement(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms=10_000)
     assert not measured.is_stale(11_000, workers=256)
     assert measured.is_stale(11_001, workers=256)
@@ -574,7 +538,7 @@ def test_measurements_older_than_a_second_are_stale() -> None:
     assert measured.is_stale(14_001, workers=1024)
 
 
-async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Namespace) -> None:
+async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space):
     """A failover may lose the last registrations. The old worker's metrics are dropped as well."""
     fleet = fleet_of(space)
     inc = await space.worker("a")
@@ -594,8 +558,8 @@ async def test_a_reused_incarnation_belongs_to_the_new_worker_at_once(space: Nam
 
 
 async def test_a_reused_incarnation_belongs_to_the_new_worker_also_if_that_is_activated_later(
-    space: Namespace,
-) -> None:
+    space,
+):
     fleet = fleet_of(space)
     await space.worker("a")
     inc = await space.worker("b")
@@ -612,7 +576,7 @@ async def test_a_reused_incarnation_belongs_to_the_new_worker_also_if_that_is_ac
     assert [str(known.key) for known in view.infos] == ["a:0", "c:0"]
 
 
-async def test_a_worker_entry_that_was_repaired_is_read_again(space: Namespace) -> None:
+async def test_a_worker_entry_that_was_repaired_is_read_again(space):
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     other = await space.get("workers", b)
@@ -628,9 +592,7 @@ async def test_a_worker_entry_that_was_repaired_is_read_again(space: Namespace) 
     }
 
 
-async def test_deleting_worker_entries_does_not_stop_routing_to_known_workers(
-    space: Namespace,
-) -> None:
+async def test_deleting_worker_entries_does_not_stop_routing_to_known_workers(space):
     fleet = fleet_of(space)
     a, b = await space.worker("a"), await space.worker("b")
     await fleet.view(await space.loads())
@@ -639,7 +601,7 @@ async def test_deleting_worker_entries_does_not_stop_routing_to_known_workers(
     assert (await fleet.view(await space.loads())).incarnations == [a, b]
 
 
-async def test_a_changed_number_of_shards_is_seen_at_once(space: Namespace) -> None:
+async def test_a_changed_number_of_shards_is_seen_at_once(space):
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())
@@ -648,7 +610,7 @@ async def test_a_changed_number_of_shards_is_seen_at_once(space: Namespace) -> N
     assert fleet.shards == 3
 
 
-async def test_later_entries_are_read_even_after_one_from_the_far_future(space: Namespace) -> None:
+async def test_later_entries_are_read_even_after_one_from_the_far_future(space):
     fleet = fleet_of(space)
     await space.worker("a")
     await fleet.view(await space.loads())

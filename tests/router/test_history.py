@@ -1,20 +1,12 @@
 """What a router writes down about decisions, on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
-from redis.asyncio import Redis
 
 from app.core.settings.router import RouterSettings
-from app.local.redis_server import EmbeddedRedis
-from app.policy.record import DecisionRecord, decode
+from app.policy.record import decode
 from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
 from app.router.limiter import Limiter
@@ -23,12 +15,12 @@ from app.router.replica import Replica
 from app.router.tally import UsageTally
 from app.state.connect import connect
 from app.state.decisions import FIELD, MAX_WRITTEN
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.state.test_decisions import CHAIN, KEYS, record
 
 
-def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) -> History:
+def history_of(redis, runner=None, **settings):
     return History(
         Replica(
             runner or ScriptRunner(redis, timeout_s=5),
@@ -42,13 +34,13 @@ def history_of(redis: Any, runner: ScriptRunner | None = None, **settings: Any) 
     )
 
 
-def planned(make: Callable[[], DecisionRecord]) -> Any:
+def planned(make):
     """As much of a Plan as is recorded of it."""
     decision = SimpleNamespace(reservation_id="r")
     return SimpleNamespace(record=lambda details, now_s, ending: make(), decision=decision)
 
 
-async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis: Redis) -> None:
+async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis):
     history = history_of(redis)
     for n in range(MAX_UNWRITTEN + 3):
         history.record(planned(lambda n=n: record(f"r{n}", CHAIN)))
@@ -61,11 +53,11 @@ async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redi
 
 
 async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
-    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+    own_redis_server, caplog
+):
     caplog.set_level(logging.DEBUG, "app.router.history")
 
-    async def log() -> str:
+    async def log():
         return caplog.text
 
     async with connect(own_redis_server.url) as redis:
@@ -81,10 +73,10 @@ async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
     assert decode(entry[FIELD]).request_id == "r1"
 
 
-async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:
-    made: list[str] = []
+async def test_none_are_recorded_if_none_are_to_be_kept(redis):
+    made = []
 
-    def make(request_id: str) -> DecisionRecord:
+    def make(request_id):
         made.append(request_id)
         return record(request_id, CHAIN)
 
@@ -99,11 +91,11 @@ async def test_none_are_recorded_if_none_are_to_be_kept(redis: Redis) -> None:
     assert made == ["on"]
 
 
-async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis: Redis) -> None:
-    written: list[int] = []
+async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis):
+    written = []
 
     class Runner(ScriptRunner):
-        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        async def run(self, calls):
             written.append(len(calls))
             return await super().run(calls)
 

@@ -1,7 +1,5 @@
 """Chains that need not be hashed again: the same as those that are."""
 
-from __future__ import annotations
-
 import random
 import struct
 
@@ -18,11 +16,11 @@ BLOCK = 4
 MARK = known_chains.BLOCKS_PER_MARK
 
 
-def packed(tokens: list[int]) -> bytes:
+def packed(tokens):
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-async def test_chains_are_those_that_are_hashed_from_the_start() -> None:
+async def test_chains_are_those_that_are_hashed_from_the_start():
     rng, known, prompts = random.Random(3), KnownChains(), [[7] * 200]
     for _ in range(300):
         parent = rng.choice(prompts)
@@ -36,17 +34,15 @@ async def test_chains_are_those_that_are_hashed_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("at_once", [20, 8192])
-async def test_only_what_follows_a_known_prefix_is_hashed(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+async def test_only_what_follows_a_known_prefix_is_hashed(monkeypatch, at_once):
     monkeypatch.setattr(prompt_module, "BLOCKS_AT_ONCE", at_once)
     known, first = KnownChains(), list(range(BLOCK * (3 * MARK + 5)))
     await Prompt(len(first), packed(first)).chain(BLOCK, known)
     hashed = []
 
-    def count(tokens: bytes, *args: int, **options: object) -> list[int]:
+    def count(tokens, *args, **options):
         hashed.append(len(tokens) // (4 * BLOCK))
-        return compute_local_hashes(tokens, *args, **options)  # type: ignore[arg-type, return-value]
+        return compute_local_hashes(tokens, *args, **options)
 
     monkeypatch.setattr(prompt_module, "compute_local_hashes", count)
     longer = first + [1] * (BLOCK * 10)
@@ -55,15 +51,13 @@ async def test_only_what_follows_a_known_prefix_is_hashed(
     assert sum(hashed) == 5 + 10
 
 
-async def test_a_colliding_digest_gives_nobody_the_chain_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_colliding_digest_gives_nobody_the_chain_of_another(monkeypatch):
     class Colliding:
-        def __init__(self, seed: int) -> None: ...
+        def __init__(self, seed): ...
 
-        def update(self, data: bytes) -> None: ...
+        def update(self, data): ...
 
-        def intdigest(self) -> int:
+        def intdigest(self):
             return 1
 
     monkeypatch.setattr(known_chains, "xxh3_64", Colliding)
@@ -73,14 +67,12 @@ async def test_a_colliding_digest_gives_nobody_the_chain_of_another(
         assert chain == compute_hashes(tokens, BLOCK)[1]
 
 
-async def test_what_is_kept_is_bounded_and_the_latest_used_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_is_kept_is_bounded_and_the_latest_used_stays(monkeypatch):
     one = 4 * BLOCK * MARK + known_chains.BYTES_PER_HASH * MARK
     monkeypatch.setattr(known_chains, "MAX_BYTES", 10 * one)
     known = KnownChains()
 
-    async def is_known(first: int) -> bool:
+    async def is_known(first):
         raw = packed([first] * (BLOCK * MARK))
         found = bool(known.prefix(marked(raw, BLOCK, seed_for())))
         await Prompt(BLOCK * MARK, raw).chain(BLOCK, known)
@@ -94,9 +86,7 @@ async def test_what_is_kept_is_bounded_and_the_latest_used_stays(
     assert not await is_known(1)
 
 
-async def test_a_prompt_that_would_displace_all_others_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_prompt_that_would_displace_all_others_is_not_kept(monkeypatch):
     monkeypatch.setattr(known_chains, "MAX_BYTES", 8000)
     known, tokens = KnownChains(), list(range(BLOCK * MARK))
     raw = packed(tokens)

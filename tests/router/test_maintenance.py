@@ -1,22 +1,15 @@
 """What a router does besides decisions, on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from app.core.errors import RedisUnavailable
 from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash
-from app.local.redis_server import EmbeddedRedis
 from app.router.fleet import Fleet
 from app.router.history import History
 from app.router.limiter import Limiter
@@ -25,7 +18,6 @@ from app.router.metrics import Telemetry
 from app.router.replica import Replica
 from app.router.tally import UsageTally
 from app.state import reservations
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.predictions import PredictionSettings, predict, predicted
 from app.state.scripts import Call, ScriptRunner
@@ -33,13 +25,7 @@ from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
 
 
-def maintenance_of(
-    redis: RedisClient,
-    runner: ScriptRunner | None = None,
-    telemetry: Telemetry | None = None,
-    predicted: PredictionSettings | None = None,
-    fleet: Fleet | None = None,
-) -> Maintenance:
+def maintenance_of(redis, runner=None, telemetry=None, predicted=None, fleet=None):
     replica = Replica(
         runner or ScriptRunner(redis, 5.0),
         KEYS,
@@ -58,29 +44,29 @@ def maintenance_of(
 class CountingRunner(ScriptRunner):
     """Counts what it is asked to run. While `down`, Redis cannot be reached through it."""
 
-    def __init__(self, redis: RedisClient) -> None:
+    def __init__(self, redis):
         super().__init__(redis, 5.0)
-        self.ran: Counter[str] = Counter()
+        self.ran = Counter()
         self.down = False
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         self.ran.update(c.name for c in calls)
         if self.down:
             return [RedisUnavailable("unreachable")] * len(calls)
         return await super().run_each(calls)
 
-    async def runs_of(self, script: str, least: int) -> None:
+    async def runs_of(self, script, least):
         """Wait until it was asked `least` more times."""
         self.ran.clear()
 
-        async def number() -> int:
+        async def number():
             return self.ran[script]
 
         await eventually(number, lambda found: found >= least)
 
 
 @asynccontextmanager
-async def running(maintenance: Maintenance) -> AsyncIterator[None]:
+async def running(maintenance):
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(maintenance.run())
         try:
@@ -89,12 +75,12 @@ async def running(maintenance: Maintenance) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: RedisClient) -> None:
+async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis):
     await FakeWorkers(redis).register("w1")
     lost = {str(n): "0 nonce" for n in range(10, 9010)}
     await redis.hset(SHARD["applied"], mapping=lost)
 
-    async def num_writers() -> int:
+    async def num_writers():
         return await redis.hlen(SHARD["applied"])
 
     async with running(maintenance_of(redis)):
@@ -102,8 +88,8 @@ async def test_more_incarnations_than_one_call_may_ask_about_are_swept(redis: Re
 
 
 async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, monkeypatch
+):
     """Slice letters repeat every 26 slices, 3.9 s here. With half of the buckets every minute, a
     round of pruning would take two."""
     monkeypatch.setattr("app.router.maintenance.MAINTENANCE_INTERVAL_S", 60.0)
@@ -116,12 +102,10 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
     chains = [[SequenceHash(n << 56)] for n in range(256)]
     looks = [predicted(SHARD, chain, settings) for chain in chains]
 
-    async def num_foreseen() -> int:
+    async def num_foreseen():
         return sum(map(len, await runner.run(looks)))
 
-    calls: list[Call[Any]] = [
-        predict(SHARD, inc, chain, settings, "1-aa", 600_000) for chain in chains
-    ]
+    calls = [predict(SHARD, inc, chain, settings, "1-aa", 600_000) for chain in chains]
     # Together, lest they expire before anybody looks.
     made = await runner.run([*calls, *looks])
     begun = time.monotonic()
@@ -132,12 +116,10 @@ async def test_an_expired_prediction_never_comes_back_however_short_its_lifetime
             assert await num_foreseen() == 0
 
 
-async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_is_retired_soon_after_a_start_or_an_outage(redis, monkeypatch):
     """Redis may have been unreachable until then, so that agents could renew no lease."""
 
-    async def num_workers() -> int:
+    async def num_workers():
         return await redis.hlen(KEYS["workers"])
 
     clock = SimpleNamespace(ahead_s=0.0, monotonic=lambda: time.monotonic() + clock.ahead_s)
@@ -158,8 +140,8 @@ async def test_nobody_is_retired_soon_after_a_start_or_an_outage(
 
 
 async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noticed(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, monkeypatch
+):
     clock = SimpleNamespace(now_s=time.monotonic(), monotonic=lambda: clock.now_s)
     monkeypatch.setattr("app.router.maintenance.time", clock)
     monkeypatch.setattr("app.router.fleet.time", clock)
@@ -179,9 +161,7 @@ async def test_nobody_is_retired_soon_after_an_outage_that_only_maintenance_noti
     assert await redis.hlen(KEYS["workers"]) == 1
 
 
-async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(redis, monkeypatch):
     clock = SimpleNamespace(ahead_s=0, monotonic=lambda: time.monotonic() + clock.ahead_s)
     monkeypatch.setattr("app.router.maintenance.time", clock)
     monkeypatch.setattr("app.router.maintenance.RETIRE_GRACE_MS", 3_600_000)
@@ -190,7 +170,7 @@ async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
     inc = await workers.register("w1")
     await workers.occupy("w1", "r1")
 
-    async def num_workers() -> int:
+    async def num_workers():
         return await redis.hlen(KEYS["workers"])
 
     async with running(maintenance_of(redis, runner)):
@@ -204,21 +184,17 @@ async def test_a_worker_is_retired_only_some_time_after_its_lease_ran_out(
         await eventually(num_workers, lambda number: number == 0)
 
 
-async def test_everything_goes_on_after_an_outage(
-    own_redis_server: EmbeddedRedis,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_everything_goes_on_after_an_outage(own_redis_server, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "app.router.maintenance")
     monkeypatch.setattr("app.router.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
     monkeypatch.setattr("app.router.maintenance.FILL_INTERVAL_S", 0.01)
     telemetry = Telemetry()
     predicted = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
 
-    async def fill() -> float | None:
+    async def fill():
         return telemetry.registry.get_sample_value("kvroute_index_fill")
 
-    async def fewest_failures() -> int:
+    async def fewest_failures():
         told = Counter(record.getMessage().split(":")[0] for record in caplog.records)
         return min(told[task] for task in ("maintenance", "prune", "sweep"))
 
@@ -236,7 +212,7 @@ async def test_everything_goes_on_after_an_outage(
             await eventually(fill, lambda value: value == 0.0)
 
 
-async def test_every_shard_is_swept_and_pruned(redis: RedisClient) -> None:
+async def test_every_shard_is_swept_and_pruned(redis):
     settings = PredictionSettings(lifetime_s=0.6, max_entries=65_536)
     inc = await FakeWorkers(redis).register("w1")
     await redis.hset(KEYS["meta"], "shards", 2)
@@ -247,7 +223,7 @@ async def test_every_shard_is_swept_and_pruned(redis: RedisClient) -> None:
         [predict(last, inc, chain, settings, "1-aa", 600_000) for chain in chains]
     )
 
-    async def left() -> int:
+    async def left():
         return len(await redis.keys(last["predicted:"] + "*")) + await redis.hlen(last["applied"])
 
     assert await left() > 2
@@ -256,14 +232,14 @@ async def test_every_shard_is_swept_and_pruned(redis: RedisClient) -> None:
 
 
 async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_made_too(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, monkeypatch
+):
     later = ["r3"]
 
     class Runner(ScriptRunner):
         """Has another request released while it releases the first ones."""
 
-        async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        async def run_each(self, calls):
             replies = await super().run_each(calls)
             if later and any(c.name == "release" for c in calls):
                 maintenance.release_soon(later.pop())
@@ -280,16 +256,14 @@ async def test_a_release_that_arrives_while_a_full_queue_is_being_released_is_ma
     async with running(maintenance):
         await eventually(workers.reserved, lambda reserved: reserved == {"r0": "w1:0"})
 
-        async def counted() -> float | None:
+        async def counted():
             name = "kvroute_reservations_total"
             return telemetry.registry.get_sample_value(name, {"event": "released"})
 
         await eventually(counted, lambda number: number == 3)
 
 
-async def test_a_report_that_always_fails_holds_up_no_other(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_report_that_always_fails_holds_up_no_other(redis, monkeypatch):
     monkeypatch.setattr("app.router.maintenance.MAINTENANCE_INTERVAL_S", 0.01)
     monkeypatch.setattr("app.router.maintenance.EXPIRE_LIMIT", 1)
     workers, fleet = FakeWorkers(redis), Fleet(redis, KEYS, 5.0)
@@ -306,31 +280,27 @@ async def test_a_report_that_always_fails_holds_up_no_other(
         assert not fleet.recovers
 
 
-async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_how_full_the_index_is_is_known_as_soon_as_its_shards_are(redis, monkeypatch):
     monkeypatch.setattr("app.router.maintenance.FILL_INTERVAL_S", 3600.0)
     workers, telemetry = FakeWorkers(redis), Telemetry()
     await workers.register("w1")
     await workers.publish("w1", range(256))
 
-    async def fill() -> float | None:
+    async def fill():
         return telemetry.registry.get_sample_value("kvroute_index_fill")
 
     async with running(maintenance_of(redis, telemetry=telemetry)):
         await eventually(fill, lambda value: bool(value))
 
 
-async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
-    redis: RedisClient,
-) -> None:
+async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(redis):
     workers, swept, emptied = FakeWorkers(redis), Counter[str](), asyncio.Event()
-    lost: list[Any] = []
+    lost = []
 
     class Runner(ScriptRunner):
         """Redis is unreachable, and comes back empty, once an incarnation has been found lost."""
 
-        async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        async def run(self, calls):
             names = {c.name for c in calls}
             if "sweep" in names and lost and not emptied.is_set():
                 await redis.flushall()
@@ -346,7 +316,7 @@ async def test_an_incarnation_whose_number_was_lost_with_the_data_is_not_swept(
                 swept["steps"] += 1
             return replies
 
-    async def steps() -> int:
+    async def steps():
         return swept["steps"]
 
     await workers.register("w1")

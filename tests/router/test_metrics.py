@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from app.core.loads import Load, Loads, Snapshot
 from app.core.types import Incarnation
 from app.core.worker_report import (
@@ -51,11 +49,11 @@ OWN = {
 LOAD = ("requests", "blocks", "prefill_tokens", "queue_seconds")
 
 
-def test_a_router_counts_under_these_names_and_labels() -> None:
+def test_a_router_counts_under_these_names_and_labels():
     assert {f.name: (f.kind, *f.labels) for f in Telemetry.families.values()} == OWN
 
 
-def test_each_metric_of_the_table_is_registered_and_is_an_attribute() -> None:
+def test_each_metric_of_the_table_is_registered_and_is_an_attribute():
     telemetry = Telemetry()
     collected = {family.name: family for family in telemetry.registry.collect()}
     for attribute, family in Telemetry.families.items():
@@ -67,14 +65,14 @@ def test_each_metric_of_the_table_is_registered_and_is_an_attribute() -> None:
         )
 
 
-def test_two_routers_in_a_process_count_separately() -> None:
+def test_two_routers_in_a_process_count_separately():
     one, other = Telemetry(), Telemetry()
     one.retries.inc()
     names = [t.registry.get_sample_value("kvroute_decision_retries_total") for t in (one, other)]
     assert names == [1.0, 0.0]
 
 
-def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
+def gauges_of(readings, now_ms):
     """The gauges of one worker that reported at 0 ms, without kvroute_worker_."""
     metrics = ForwardPassMetrics(
         kv_active_blocks=7,
@@ -101,7 +99,7 @@ def gauges_of(readings: GpuReadings, now_ms: int) -> dict[str, float]:
     return {sample.name.removeprefix("kvroute_worker_"): sample.value for sample in samples}
 
 
-def test_a_worker_shows_its_load_and_all_that_it_reports() -> None:
+def test_a_worker_shows_its_load_and_all_that_it_reports():
     readings = GpuReadings(*(float(n) for n, _ in enumerate(GPU)))
     shown = gauges_of(readings, now_ms=500)
     reported = {item.gauge for item in (*METRICS, *GPU)} - {""}
@@ -111,7 +109,7 @@ def test_a_worker_shows_its_load_and_all_that_it_reports() -> None:
     assert [shown[item.gauge] for item in GPU] == list(range(len(GPU)))
 
 
-def test_readings_that_a_gpu_lacks_or_that_are_stale_have_no_sample() -> None:
+def test_readings_that_a_gpu_lacks_or_that_are_stale_have_no_sample():
     some = GpuReadings(power_w=0.0)
     assert {n for n in gauges_of(some, now_ms=500) if n.startswith("gpu")} == {"gpu_power_watts"}
     stale = gauges_of(some, now_ms=60_000)

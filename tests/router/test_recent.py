@@ -1,26 +1,24 @@
 """What workers hold that have just answered, before the index is told: chains A B C D of blocks."""
 
-from __future__ import annotations
-
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.router.recent import KEPT_S, MAX_KEPT, Recent
 
 ONE, OTHER = Incarnation(1), Incarnation(2)
 
 
-def chain(text: str) -> list[SequenceHash]:
+def chain(text):
     """A hash a letter, which stands for all letters before it too."""
     return [SequenceHash(hash(text[: end + 1])) for end in range(len(text))]
 
 
-def test_the_next_turn_finds_the_whole_prompt_of_the_last_one() -> None:
+def test_the_next_turn_finds_the_whole_prompt_of_the_last_one():
     recent = Recent()
     recent.add(ONE, chain("ABCD"), 0.0)
     assert recent.held(chain("ABCDEF"), {}, KEPT_S) == {ONE: 4}
     assert recent.held(chain("ABC"), {}, KEPT_S) == {ONE: 3}
 
 
-def test_a_prompt_that_branches_off_finds_what_it_shares() -> None:
+def test_a_prompt_that_branches_off_finds_what_it_shares():
     recent = Recent()
     recent.add(ONE, chain("ABCDEFGH"), 0.0)
     recent.add(OTHER, chain("ABX"), 0.0)
@@ -30,21 +28,21 @@ def test_a_prompt_that_branches_off_finds_what_it_shares() -> None:
     assert recent.held(chain("X"), {}, 0.0) == {}
 
 
-def test_what_is_published_is_not_counted_again() -> None:
+def test_what_is_published_is_not_counted_again():
     recent = Recent()
     recent.add(ONE, chain("ABCD"), 0.0)
     assert recent.held(chain("ABCD"), {ONE: TierOverlap(device=4)}, 0.0) == {}
     assert recent.held(chain("ABCD"), {ONE: TierOverlap(1, 2)}, 0.0) == {ONE: 4}
 
 
-def test_the_longest_of_several_answers_counts() -> None:
+def test_the_longest_of_several_answers_counts():
     recent = Recent()
     for text in ("AB", "ABCD", "ABC"):
         recent.add(ONE, chain(text), 0.0)
     assert recent.held(chain("ABCDE"), {}, 0.0) == {ONE: 4}
 
 
-def test_it_is_forgotten_after_a_second_or_once_there_is_too_much() -> None:
+def test_it_is_forgotten_after_a_second_or_once_there_is_too_much():
     recent = Recent()
     recent.add(ONE, chain("ABCD"), 0.0)
     assert recent.held(chain("ABCD"), {}, KEPT_S + 0.01) == {}

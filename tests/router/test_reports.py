@@ -1,38 +1,34 @@
 """First tokens and ends that nobody waits for ride with what is sent next."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.outcomes import Ending
-from app.local.redis_server import EmbeddedRedis
 from app.router import reports
 from tests.endings import all_endings
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, FakeWorkers
-from tests.router.test_router import Replica, request, router, running, workers
+from tests.fake_worker import KEYS
+from tests.router.test_router import request, router, running, workers
 
 __all__ = ["router", "workers"]
 
 
 @pytest.fixture
-def for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def for_good(monkeypatch):
     """Reports wait for a look-up for as long as it takes."""
     monkeypatch.setattr(reports, "SOON_S", 3600.0)
 
 
-async def counted(replica: Replica, event: str) -> float:
+async def counted(replica, event):
     return replica.counted("reservations", event=event)
 
 
 @pytest.mark.usefixtures("for_good")
 async def test_what_a_request_tells_costs_no_round_trip_and_the_next_decision_sees_it(
-    router: Replica, workers: FakeWorkers
-) -> None:
+    router, workers
+):
     await workers.register("w1", max_requests=1)
     # Loads the scripts into Redis.
     await router.route(request("r"))
@@ -49,9 +45,7 @@ async def test_what_a_request_tells_costs_no_round_trip_and_the_next_decision_se
     assert await counted(router, "released") == 3
 
 
-async def test_where_no_look_up_follows_they_are_told_by_themselves(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_where_no_look_up_follows_they_are_told_by_themselves(router, workers):
     await workers.register("w1")
     decision = await router.route(request("r1", carried=True))
     router.end(decision.reservation_id)
@@ -59,9 +53,7 @@ async def test_where_no_look_up_follows_they_are_told_by_themselves(
 
 
 @pytest.mark.usefixtures("for_good")
-async def test_a_caller_that_waits_takes_all_others_along(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_a_caller_that_waits_takes_all_others_along(router, workers):
     await workers.register("w1")
     first, second = [await router.route(request(name, carried=True)) for name in ("r1", "r2")]
     router.end(first.reservation_id)
@@ -70,7 +62,7 @@ async def test_a_caller_that_waits_takes_all_others_along(
 
 
 @pytest.mark.usefixtures("for_good")
-async def test_many_go_without_waiting_for_a_look_up(router: Replica, workers: FakeWorkers) -> None:
+async def test_many_go_without_waiting_for_a_look_up(router, workers):
     await workers.register("w1")
     names = [f"r{n}" for n in range(reports.AT_ONCE)]
     made = await asyncio.gather(*(router.route(request(name, carried=True)) for name in names))
@@ -80,14 +72,12 @@ async def test_many_go_without_waiting_for_a_look_up(router: Replica, workers: F
 
 
 @pytest.mark.usefixtures("for_good")
-async def test_the_second_word_of_a_request_waits_for_the_answer_to_the_first(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_the_second_word_of_a_request_waits_for_the_answer_to_the_first(router, workers):
     await workers.register("w1")
     first, other = [await router.route(request(name, carried=True)) for name in ("r1", "r2")]
     router.first_token(first.reservation_id)
 
-    async def end_meanwhile() -> None:
+    async def end_meanwhile():
         router.runner.before_look_up = None
         router.end(first.reservation_id)
         assert await router.release(other.reservation_id)
@@ -103,14 +93,12 @@ async def test_the_second_word_of_a_request_waits_for_the_answer_to_the_first(
 
 @pytest.mark.usefixtures("for_good")
 @pytest.mark.parametrize("cut_off", [False, True])
-async def test_a_replica_that_stops_tells_what_is_left(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, cut_off: bool
-) -> None:
+async def test_a_replica_that_stops_tells_what_is_left(one_redis_server, workers, cut_off):
     """cut_off: amid the look-up that would have taken it along."""
     await workers.register("w1")
     reached = asyncio.Event()
 
-    async def hang() -> None:
+    async def hang():
         reached.set()
         await asyncio.Event().wait()
 
@@ -128,9 +116,7 @@ async def test_a_replica_that_stops_tells_what_is_left(
 
 
 @pytest.mark.usefixtures("for_good")
-async def test_reports_are_counted_though_the_look_up_finds_no_namespace(
-    redis: Redis, router: Replica, workers: FakeWorkers
-) -> None:
+async def test_reports_are_counted_though_the_look_up_finds_no_namespace(redis, router, workers):
     await workers.register("w1")
     decision = await router.route(request("r1", carried=True))
     router.end(decision.reservation_id)

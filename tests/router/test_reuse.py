@@ -1,16 +1,10 @@
 """Where a prompt's reuse is lost: each step of real decisions, with fake workers."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from app.local.redis_server import EmbeddedRedis
 from app.ops.reuse import ALL, together
-from app.policy.decision import Decision, Step
+from app.policy.decision import Step
 from app.router.reuse import EVERY_S, HOUR_S, MAX_MODELS
-from tests.fake_worker import FakeWorkers
 from tests.redis_servers import stopped
-from tests.router.test_router import Replica, request, router, running, workers
+from tests.router.test_router import request, router, running, workers
 
 __all__ = ["router", "workers"]
 
@@ -18,23 +12,21 @@ PROMPT = list(range(16))
 """Four full blocks of four."""
 
 
-async def lost_by(replica: Replica, name: str, prompt: list[int], **options: Any) -> dict[str, int]:
+async def lost_by(replica, name, prompt, **options):
     decision = await replica.route(request(name, "latency", prompt=prompt, **options))
     if decision.reserved:
         await replica.release(decision.reservation_id)
     return {f"{step} {cause}": tokens for (step, cause), tokens in decision.lost.items()}
 
 
-async def test_a_prompt_whose_tokens_are_not_known_is_lost_as_that(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_a_prompt_whose_tokens_are_not_known_is_lost_as_that(router, workers):
     await workers.register("w1")
     assert await lost_by(router, "r1", [1, 2], is_blind=True) == {"seen no tokens": 2}
 
 
 async def test_what_was_asked_before_is_evicted_if_a_worker_once_held_it_and_unpublished_if_not(
-    router: Replica, workers: FakeWorkers
-) -> None:
+    router, workers
+):
     await workers.register("w1")
     assert await lost_by(router, "r1", [*PROMPT, 7]) == {"seen partial block": 1, "seen new": 16}
     assert await lost_by(router, "r2", PROMPT) == {"held unpublished": 16}
@@ -45,9 +37,7 @@ async def test_what_was_asked_before_is_evicted_if_a_worker_once_held_it_and_unp
     assert await lost_by(router, "r5", PROMPT[:8]) == {"held evicted": 8}
 
 
-async def test_what_the_best_worker_held_is_lost_to_what_kept_the_request_from_it(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_what_the_best_worker_held_is_lost_to_what_kept_the_request_from_it(router, workers):
     await workers.register("w1", max_requests=3)
     await workers.register("w2")
     await workers.register("w3")
@@ -66,9 +56,7 @@ async def test_what_the_best_worker_held_is_lost_to_what_kept_the_request_from_i
     assert await lost_by(router, "r5", PROMPT) == {"best lease": 8, "chosen load": 8}
 
 
-async def test_a_request_that_is_decided_again_has_not_been_asked_before(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_a_request_that_is_decided_again_has_not_been_asked_before(router, workers):
     await workers.register("w1")
     asked = request("r1", "latency", prompt=PROMPT)
     for _ in range(2):
@@ -76,8 +64,8 @@ async def test_a_request_that_is_decided_again_has_not_been_asked_before(
 
 
 async def test_without_redis_everything_asked_before_is_lost_as_degraded(
-    one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
-) -> None:
+    one_redis_server, router, workers
+):
     await workers.register("w1")
     await lost_by(router, "r1", PROMPT)
     router.runner.timeout_s = 0.1
@@ -85,9 +73,7 @@ async def test_without_redis_everything_asked_before_is_lost_as_degraded(
         assert await lost_by(router, "r2", PROMPT) == {"held degraded": 16}
 
 
-async def test_each_request_is_counted_once_and_as_its_engine_says(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_each_request_is_counted_once_and_as_its_engine_says(router, workers):
     await workers.register("w1")
     await workers.publish("w1", PROMPT)
     prompt = [*PROMPT, 99]
@@ -97,7 +83,7 @@ async def test_each_request_is_counted_once_and_as_its_engine_says(
     await router.route(request("r2", "latency", prompt=prompt, model="anything"))
     await router.route(request("r3", "latency", prompt=prompt, reserve=False))
 
-    def steps(model: str) -> list[float]:
+    def steps(model):
         names = ("prompt", *Step, "unforeseen")
         return [router.counted("reuse_tokens", model=model, step=name) for name in names]
 
@@ -107,9 +93,7 @@ async def test_each_request_is_counted_once_and_as_its_engine_says(
     assert router.counted("reuse_lost_tokens", model="", step="used", cause="unreported") == 16
 
 
-async def test_the_reuse_of_two_replicas_is_their_sum_of_the_last_hour(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers
-) -> None:
+async def test_the_reuse_of_two_replicas_is_their_sum_of_the_last_hour(one_redis_server, workers):
     await workers.register("w1")
     said = []
     for cached in (0, 5):
@@ -131,11 +115,9 @@ async def test_the_reuse_of_two_replicas_is_their_sum_of_the_last_hour(
     }
 
 
-async def test_models_beyond_a_bound_are_counted_as_one(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_models_beyond_a_bound_are_counted_as_one(router, workers):
     await workers.register("w1")
-    decision: Decision = await router.route(request("r", prompt=PROMPT, carried=True))
+    decision = await router.route(request("r", prompt=PROMPT, carried=True))
     for number in range(MAX_MODELS + 5):
         router.telemetry.reuse.ended(decision, f"m{number}", None)
     models = {row[0] for row in router.telemetry.reuse.lately(router.telemetry.reuse.began_s)}

@@ -1,16 +1,11 @@
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import count
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from app.core.chains import shard_of
@@ -23,7 +18,6 @@ from app.core.errors import (
 )
 from app.core.failures import REPORTED
 from app.core.hashing import compute_hashes
-from app.core.keys import Keyspace
 from app.core.limits import MAX_MEASURED
 from app.core.roles import Role
 from app.core.settings.router import RouterSettings
@@ -31,10 +25,10 @@ from app.core.trust import Trust
 from app.core.types import TierOverlap
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, Speed
 from app.edge.app import create_app
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.policy.answers import Answer
 from app.policy.cost import POLICIES
-from app.policy.decision import Candidate, Decision, RouteRequest
+from app.policy.decision import Decision, RouteRequest
 from app.policy.in_flight import COMPUTING, IN_FLIGHT_TOKENS
 from app.policy.plan import MAX_PREFILL_S
 from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
@@ -42,11 +36,9 @@ from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state import in_flight
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.records import ReserveRow
-from app.state.round_trip import Node
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers
 from tests.redis_servers import stopped
@@ -55,8 +47,6 @@ from tests.redis_servers import stopped
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 TIMEOUT_S = 5.0
 HOUSEKEEPING = {"expire", "sweep", "absent", "record"}
-
-Hook = Callable[[], Awaitable[object]]
 
 
 class ScriptedRunner(ScriptRunner):
@@ -68,18 +58,18 @@ class ScriptedRunner(ScriptRunner):
     reserves, but its answer does not arrive in time.
     """
 
-    def __init__(self, redis: RedisClient) -> None:
+    def __init__(self, redis):
         super().__init__(redis, TIMEOUT_S)
-        self.round_trips: list[list[str]] = []
+        self.round_trips = []
         self.num_wishes = 0
         self.most_named = 0
         self.most_turns = 0
-        self.before_look_up: Hook | None = None
-        self.after_look_up: Hook | None = None
-        self.before_reserve: Hook | None = None
+        self.before_look_up = None
+        self.after_look_up = None
+        self.before_reserve = None
         self.answer_is_lost = False
 
-    async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
+    async def _send(self, node, calls, until_s):
         names = [c.name for c in calls]
         if not names or names[0] in HOUSEKEEPING:
             return await super()._send(node, calls, until_s)
@@ -107,26 +97,26 @@ class ScriptedRunner(ScriptRunner):
 class Replica(Router):
     """A router on a connection pool of its own, with its runner accessible."""
 
-    def __init__(self, redis: RedisClient, keyspace: Keyspace = KEYS, **settings: Any) -> None:
+    def __init__(self, redis, keyspace=KEYS, **settings):
         chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
         self.runner = ScriptedRunner(redis)
         super().__init__(
             self.runner, keyspace, chosen, Fleet(redis, keyspace, TIMEOUT_S), telemetry=Telemetry()
         )
 
-    def meanwhile(self, act: Hook) -> None:
+    def meanwhile(self, act):
         """To be done once, before the next reservation."""
 
-        async def once() -> None:
+        async def once():
             self.runner.before_reserve = None
             await act()
 
         self.runner.before_reserve = once
 
-    def counted(self, name: str, **labels: str) -> float:
+    def counted(self, name, **labels):
         return self.telemetry.registry.get_sample_value(f"kvroute_{name}_total", labels) or 0.0
 
-    def conflicts(self) -> dict[str, float]:
+    def conflicts(self):
         """The counts by reason, without zeros."""
         reasons = ("changed", "full", "lapsed")
         found = {r: self.counted("reserve_conflicts", reason=r) for r in reasons}
@@ -134,7 +124,7 @@ class Replica(Router):
 
 
 @asynccontextmanager
-async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
+async def running(redis_url, **settings):
     """A replica while it runs."""
     async with connect(redis_url) as redis, asyncio.TaskGroup() as tasks:
         replica = Replica(redis, **settings)
@@ -145,22 +135,16 @@ async def running(redis_url: str, **settings: Any) -> AsyncIterator[Replica]:
             task.cancel()
 
 
-def request(
-    request_id: str,
-    policy: str = "least_loaded",
-    *,
-    prompt: Sequence[int] = PROMPT,
-    **options: Any,
-) -> RouteRequest:
+def request(request_id, policy="least_loaded", *, prompt=PROMPT, **options):
     _, chain = compute_hashes(prompt, BLOCK_SIZE)
     return RouteRequest(request_id, chain, len(prompt), policy, **options)
 
 
-async def route_all(replica: Router, *requests: RouteRequest) -> list[Decision | BaseException]:
+async def route_all(replica, *requests):
     return await asyncio.gather(*map(replica.route, requests), return_exceptions=True)
 
 
-def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
+def placed(answers):
     """Counts decisions by worker id, and errors by name."""
     return Counter(
         a.worker.key.worker_id if isinstance(a, Decision) else type(a).__name__ for a in answers
@@ -168,25 +152,23 @@ def placed(answers: Sequence[Decision | BaseException]) -> Counter[str]:
 
 
 @pytest.fixture
-async def workers(redis: Redis) -> FakeWorkers:
+async def workers(redis):
     """A fleet, without workers so far, on `one_redis_server`."""
     return FakeWorkers(redis)
 
 
 @pytest.fixture
-async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
+async def router(one_redis_server):
     async with running(one_redis_server.url) as replica:
         yield replica
 
 
-async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers
-) -> None:
+async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(one_redis_server, workers):
     incarnation = await workers.register("w1")
     absurd = Speed(**dict.fromkeys(asdict(DEFAULT_SPEED), MAX_MEASURED))
     async with running(one_redis_server.url) as router:
 
-        async def speed() -> Speed:
+        async def speed():
             return router.fleet.measured(incarnation).speed
 
         await workers.report("w1", ForwardPassMetrics(), absurd)
@@ -200,7 +182,7 @@ async def test_a_worker_with_an_absurd_speed_makes_no_decision_fail(
 
 
 class TestRoundTrips:
-    async def test_a_decision_costs_two(self, router: Replica, workers: FakeWorkers) -> None:
+    async def test_a_decision_costs_two(self, router, workers):
         await workers.register("w1")
         # Loads the scripts into Redis.
         await router.route(request("r0"))
@@ -209,9 +191,7 @@ class TestRoundTrips:
         assert router.runner.round_trips == [["loads", "match"], ["reserve"]]
         assert decision.tries == 1
 
-    async def test_a_long_prompt_with_the_prefix_of_an_earlier_one_costs_two(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_long_prompt_with_the_prefix_of_an_earlier_one_costs_two(self, router, workers):
         await workers.register("w1")
         await workers.register("w2")
         system_prompt, rest = list(range(700 * BLOCK_SIZE)), [1] * (300 * BLOCK_SIZE)
@@ -228,18 +208,14 @@ class TestRoundTrips:
             *(look_up, ["reserve"]),
         ]
 
-    async def test_a_decision_without_reservation_costs_one(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_decision_without_reservation_costs_one(self, router, workers):
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.round_trips.clear()
         await router.route(request("r1", reserve=False))
         assert [trip for trip in router.runner.round_trips if trip] == [["loads", "match"]]
 
-    async def test_a_refusal_costs_one_and_that_of_a_retry_two(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_refusal_costs_one_and_that_of_a_retry_two(self, router, workers):
         await workers.register("w1", max_requests=1)
         # Refusing the second loads the script into Redis.
         assert placed(await route_all(router, request("r0"), request("r1"))) == {
@@ -259,9 +235,7 @@ class TestRoundTrips:
         # Releases what it may hold itself: that could be why it was refused.
         assert router.runner.round_trips == [["loads", "match"], ["release"]]
 
-    async def test_decisions_in_a_batch_share_them(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_decisions_in_a_batch_share_them(self, router, workers):
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.round_trips.clear()
@@ -275,9 +249,7 @@ class TestRoundTrips:
         stats = await workers.redis.info("commandstats")
         assert 6 <= stats["cmdstat_evalsha"]["calls"] < 17
 
-    async def test_one_request_more_than_a_batch_takes_another_two(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_one_request_more_than_a_batch_takes_another_two(self, router, workers):
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.round_trips.clear()
@@ -288,18 +260,14 @@ class TestRoundTrips:
 
 
 class TestOneReplica:
-    async def test_decisions_made_together_see_each_other(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_decisions_made_together_see_each_other(self, router, workers):
         for name in ("w1", "w2", "w3"):
             await workers.register(name)
         answers = await route_all(router, *(request(f"r{n}") for n in range(12)))
         assert placed(answers) == {"w1": 4, "w2": 4, "w3": 4}
         assert [(await workers.load(n)).requests for n in ("w1", "w2", "w3")] == [4, 4, 4]
 
-    async def test_predicted_prefill_time_is_reserved_whatever_the_policy(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_predicted_prefill_time_is_reserved_whatever_the_policy(self, router, workers):
         policies = ("latency", "least_loaded", "round_robin")
         for name in policies:
             await workers.register(name)
@@ -310,9 +278,7 @@ class TestOneReplica:
         assert len(prefill_us) == 1
         assert prefill_us.pop() > 0
 
-    async def test_a_replica_never_conflicts_with_itself(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_replica_never_conflicts_with_itself(self, router, workers):
         await workers.register("w1", max_requests=100)
         await workers.register("w2", max_requests=100)
         await workers.publish("w1", PROMPT)
@@ -323,9 +289,7 @@ class TestOneReplica:
         assert router.counted("decision_retries") == 0
         assert len(await workers.reserved()) == 150
 
-    async def test_a_batch_stops_exactly_when_the_fleet_is_full(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_batch_stops_exactly_when_the_fleet_is_full(self, router, workers):
         await workers.register("w1", max_requests=2)
         await workers.register("w2", max_requests=3)
         answers = await route_all(router, *(request(f"r{n}") for n in range(8)))
@@ -333,8 +297,8 @@ class TestOneReplica:
         assert router.conflicts() == {}
 
     async def test_a_request_routed_again_is_not_refused_because_of_the_slot_it_holds(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1", max_requests=2)
         await route_all(router, request("a"), request("b"))
         asked = [request("a", retry=True), request("c"), request("b", retry=True)]
@@ -349,9 +313,7 @@ class TestOneReplica:
             assert placed(again) == {"w1": 2}
             assert set(await workers.reserved()) == held
 
-    async def test_a_decision_without_reservation_takes_no_round_robin_turn(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_decision_without_reservation_takes_no_round_robin_turn(self, router, workers):
         for name in ("w1", "w2"):
             await workers.register(name)
         chosen = []
@@ -362,8 +324,8 @@ class TestOneReplica:
 
     @pytest.mark.parametrize(("policy", "temperature"), [("power_of_two", 0.0), ("blocks", 1000.0)])
     async def test_a_random_draw_is_not_reported_as_load(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, policy: str, temperature: float
-    ) -> None:
+        self, one_redis_server, workers, policy, temperature
+    ):
         for name in ("w1", "w2", "w3"):
             await workers.register(name)
         await workers.publish("w1", PROMPT)
@@ -379,9 +341,7 @@ class TestOneReplica:
             (False, "tie"),
         }
 
-    async def test_equal_workers_are_reported_as_tied(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_equal_workers_are_reported_as_tied(self, router, workers):
         await workers.register("w1")
         await workers.register("w2")
         assert (await router.route(request("r1"))).tied
@@ -389,8 +349,8 @@ class TestOneReplica:
 
     @pytest.mark.parametrize("policy", ["latency", "blocks", "logit"])
     async def test_a_worker_too_small_for_the_prompt_loses_its_locality_as_if_full(
-        self, router: Replica, workers: FakeWorkers, policy: str
-    ) -> None:
+        self, router, workers, policy
+    ):
         await workers.register("w1", kv_total_blocks=2)
         await workers.register("w2")
         await workers.publish("w1", PROMPT[:8])
@@ -399,8 +359,8 @@ class TestOneReplica:
         assert decision.locality == "full"
 
     async def test_any_of_several_workers_with_the_longest_overlap_keeps_the_locality(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         for name in ("w1", "w2"):
             await workers.register(name)
             await workers.publish(name, PROMPT)
@@ -411,8 +371,8 @@ class TestOneReplica:
             assert (decision.locality, decision.best.worker) == ("kept", f"{worker}:0")
 
     async def test_a_request_that_gets_no_worker_does_not_affect_the_rest_of_its_batch(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         answers = await route_all(
             router, request("a"), request("b", exclude=frozenset({"w1"})), request("c")
@@ -420,9 +380,7 @@ class TestOneReplica:
         assert [type(a) for a in answers] == [Decision, NoWorkers, Decision]
         assert set(await workers.reserved()) == {"a", "c"}
 
-    async def test_a_request_beyond_max_queued_is_refused(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+    async def test_a_request_beyond_max_queued_is_refused(self, one_redis_server, workers):
         await workers.register("w1", max_requests=2000)
         async with connect(one_redis_server.url) as redis:
             replica = Replica(redis)
@@ -441,9 +399,7 @@ class TestOneReplica:
             assert replica.counted("decisions", policy=policy, outcome="overloaded") == 1
             assert replica.counted("decisions", policy=policy, outcome="routed") == MAX_QUEUED
 
-    async def test_nothing_is_reserved_for_a_caller_that_has_gone(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+    async def test_nothing_is_reserved_for_a_caller_that_has_gone(self, one_redis_server, workers):
         await workers.register("w1")
         async with connect(one_redis_server.url) as redis:
             replica = Replica(redis)
@@ -461,8 +417,8 @@ class TestOneReplica:
             assert replica.counted("decisions", policy=policy, outcome="gone") == 1
 
     async def test_the_reservation_of_a_caller_that_goes_as_it_is_answered_is_released(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         gone = asyncio.ensure_future(router.route(request("gone")))
         # This sees the reservation before the caller, which is woken a step later.
@@ -474,17 +430,15 @@ class TestOneReplica:
         assert gone.cancelled()
 
     async def test_reservations_of_callers_that_have_gone_are_released_before_a_replica_stops(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("w1")
         async with running(one_redis_server.url) as replica:
             replica.abandon(await replica.route(request("r1")))
         assert await workers.reserved() == {}
 
 
-async def test_a_changed_number_of_shards_costs_no_overlap(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_a_changed_number_of_shards_costs_no_overlap(router, workers):
     await workers.register("w1")
     await workers.publish("w1", PROMPT)
     await router.route(request("r0"))
@@ -495,8 +449,8 @@ async def test_a_changed_number_of_shards_costs_no_overlap(
 
 class TestConflicts:
     async def test_two_replicas_never_overfill_a_worker_and_place_as_one_would(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("w1", max_requests=8)
         await workers.register("w2", max_requests=8)
         async with (
@@ -528,8 +482,8 @@ class TestConflicts:
             assert tried == 16 + refused
 
     async def test_a_request_that_was_overtaken_is_decided_again_from_fresh_loads(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
@@ -543,8 +497,8 @@ class TestConflicts:
         assert router.runner.round_trips[-2:] == [["reserve"], ["reserve"]]
 
     async def test_a_request_planned_after_a_refused_one_is_decided_again_as_well(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         await workers.register("w2", max_requests=0)
         # r1 saw no reservation on w1 and is refused. r2, planned after r1, expects one, and
@@ -556,9 +510,7 @@ class TestConflicts:
         assert await workers.reserved() == dict.fromkeys(("r1", "r2", "x"), "w1:0")
         assert (await workers.load("w1")).requests == 3
 
-    async def test_overlaps_already_found_still_count_in_the_next_try(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_overlaps_already_found_still_count_in_the_next_try(self, router, workers):
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
@@ -570,17 +522,15 @@ class TestConflicts:
         assert (await workers.load("w1")).prefill_tokens == 6
 
     async def test_a_prompt_that_is_cached_whole_still_has_a_token_to_compute(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         await workers.publish("w1", PROMPT[:8])
         decision = await router.route(request("r1", prompt=PROMPT[:8]))
         assert decision.overlap.device == 2
         assert (await workers.load("w1")).prefill_tokens == 1
 
-    async def test_a_worker_that_left_meanwhile_is_not_chosen_again(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_worker_that_left_meanwhile_is_not_chosen_again(self, router, workers):
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w1", PROMPT)
@@ -589,12 +539,10 @@ class TestConflicts:
         assert (decision.worker.key.worker_id, decision.tries) == ("w2", 2)
         assert router.conflicts() == {"lapsed": 1}
 
-    async def test_a_worker_that_joined_meanwhile_may_be_chosen(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_worker_that_joined_meanwhile_may_be_chosen(self, router, workers):
         await workers.register("w1")
 
-        async def join() -> None:
+        async def join():
             await workers.occupy("w1", "x")
             await workers.register("w2")
 
@@ -602,13 +550,11 @@ class TestConflicts:
         decision = await router.route(request("r1"))
         assert decision.worker.address == "http://w2-0:80"
 
-    async def test_the_last_try_reserves_even_if_the_worker_has_changed(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_the_last_try_reserves_even_if_the_worker_has_changed(self, router, workers):
         await workers.register("w1", max_requests=MAX_TRIES + 1)
         rivals = (f"x{n}" for n in range(MAX_TRIES))
 
-        async def overtake() -> None:
+        async def overtake():
             await workers.occupy("w1", next(rivals))
 
         router.runner.before_reserve = overtake
@@ -618,13 +564,11 @@ class TestConflicts:
         assert router.conflicts() == {"changed": MAX_TRIES - 1}
         assert router.counted("decision_retries") == MAX_TRIES - 1
 
-    async def test_even_the_last_try_overfills_no_worker(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_even_the_last_try_overfills_no_worker(self, router, workers):
         await workers.register("w1", max_requests=MAX_TRIES)
         rivals = (f"x{n}" for n in range(MAX_TRIES))
 
-        async def overtake() -> None:
+        async def overtake():
             await workers.occupy("w1", next(rivals))
 
         router.runner.before_reserve = overtake
@@ -639,18 +583,14 @@ class TestConflicts:
 
 
 @asynccontextmanager
-async def beside(
-    server: EmbeddedRedis, **settings: Any
-) -> AsyncIterator[tuple[FakeWorkers, Replica]]:
+async def beside(server, **settings):
     """Workers and a replica that share a Redis."""
     async with connect(server.url) as redis, running(server.url, **settings) as router:
         yield FakeWorkers(redis), router
 
 
 class TestWithoutRedis:
-    async def test_a_batch_is_spread_by_the_loads_last_seen(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_a_batch_is_spread_by_the_loads_last_seen(self, own_redis_server):
         async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.register("w2")
@@ -665,9 +605,7 @@ class TestWithoutRedis:
             assert router.counted("isl_blocks") == 0
             assert router.counted("worker_routed_blocks", worker="w2:0", what="isl") == 0
 
-    async def test_degraded_decisions_refuse_nobody_however_many_there_are(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_degraded_decisions_refuse_nobody_however_many_there_are(self, own_redis_server):
         async with beside(own_redis_server) as (workers, router):
             await workers.register("w1", max_requests=2)
             await workers.register("w2", max_requests=2)
@@ -676,9 +614,7 @@ class TestWithoutRedis:
             answers = await route_all(router, *(request(f"r{n}") for n in range(10)))
             assert placed(answers) == {"w1": 5, "w2": 5}
 
-    async def test_a_degraded_decision_without_reservation_adds_no_load(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_a_degraded_decision_without_reservation_adds_no_load(self, own_redis_server):
         async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.register("w2")
@@ -690,10 +626,8 @@ class TestWithoutRedis:
             assert router.counted("degraded_decisions") == 6
             assert router.counted("locality", reason="degraded") == 0
 
-    async def test_a_caller_that_has_gone_meanwhile_counts_in_no_metric(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
-        async def lose_the_answer_and_a_caller() -> None:
+    async def test_a_caller_that_has_gone_meanwhile_counts_in_no_metric(self, router, workers):
+        async def lose_the_answer_and_a_caller():
             gone = asyncio.ensure_future(router.route(request("r2")))
             await asyncio.wait([gone], timeout=0.01)
             gone.cancel()
@@ -707,14 +641,12 @@ class TestWithoutRedis:
         assert router.counted("degraded_decisions") == 1
         assert router.counted("locality", reason="degraded") == 1
 
-    async def test_redis_may_fail_between_lookup_and_reservation(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_redis_may_fail_between_lookup_and_reservation(self, own_redis_server):
         async with beside(own_redis_server) as (workers, router):
             await workers.register("w1")
             await workers.publish("w1", PROMPT)
 
-            async def fail() -> None:
+            async def fail():
                 await asyncio.to_thread(own_redis_server.kill)
 
             router.runner.before_reserve = fail
@@ -724,9 +656,9 @@ class TestWithoutRedis:
 
     @pytest.mark.parametrize("hook", ["after_look_up", "before_reserve"])
     async def test_after_one_unanswered_call_lapsed_leases_are_tolerated_for_a_while(
-        self, router: Replica, workers: FakeWorkers, hook: str
-    ) -> None:
-        async def lose() -> None:
+        self, router, workers, hook
+    ):
+        async def lose():
             raise TimeoutError
 
         await workers.register("w1")
@@ -736,9 +668,7 @@ class TestWithoutRedis:
         assert (await router.route(request("r1"))).degraded
         assert router.fleet.recovers
 
-    async def test_an_outage_is_logged_with_its_reason_and_its_end(
-        self, router: Replica, workers: FakeWorkers, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_an_outage_is_logged_with_its_reason_and_its_end(self, router, workers, caplog):
         caplog.set_level(logging.INFO, "app.router.degraded")
         await workers.register("w1")
         await router.route(request("r0"))
@@ -753,9 +683,7 @@ class TestWithoutRedis:
             "deciding with Redis again",
         ]
 
-    async def test_a_reservation_whose_answer_was_lost_is_released(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_reservation_whose_answer_was_lost_is_released(self, router, workers):
         await workers.register("w1")
         router.runner.answer_is_lost = True
         decision = await router.route(request("r1"))
@@ -764,14 +692,14 @@ class TestWithoutRedis:
         assert (await workers.load("w1")).requests == 0
 
     async def test_a_reservation_whose_answer_and_caller_were_lost_is_released(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         router.runner.answer_is_lost = True
         gone = asyncio.ensure_future(router.route(request("gone")))
         stays = asyncio.ensure_future(router.route(request("stays")))
 
-        async def hang_up() -> None:
+        async def hang_up():
             gone.cancel()
             await asyncio.wait([gone])
 
@@ -781,8 +709,8 @@ class TestWithoutRedis:
         await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_a_request_routed_again_keeps_its_newer_reservation(
-        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, router, workers
+    ):
         await workers.register("w1")
         router.runner.answer_is_lost = True
         given_up = await router.route(request("r1"))
@@ -799,14 +727,14 @@ class TestWithoutRedis:
             await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_a_paused_replica_does_not_take_over_the_reservation_of_a_later_try(
-        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, router, workers
+    ):
         for name in ("w1", "w2"):
             await workers.register(name, max_requests=1)
         await router.refresh()
         async with running(one_redis_server.url) as other:
 
-            async def retry_elsewhere() -> None:
+            async def retry_elsewhere():
                 router.runner.after_look_up = None
                 await asyncio.sleep(0.002)
                 assert (await other.route(request("r1", retry=True))).reserved
@@ -819,8 +747,8 @@ class TestWithoutRedis:
         assert [(await workers.load(name)).total for name in ("w1", "w2")] in ([1, 0], [0, 1])
 
     async def test_a_late_try_that_finds_no_room_leaves_the_reservation_of_a_later_one(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1", max_requests=1)
         await router.route(request("r1"))
         with pytest.raises(AllWorkersBusy):
@@ -828,12 +756,12 @@ class TestWithoutRedis:
         assert await workers.reserved() == {"r1": "w1:0"}
 
     async def test_nothing_is_reserved_for_a_caller_that_hung_up_during_the_look_up(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         asking = asyncio.ensure_future(router.route(request("r1")))
 
-        async def hang_up() -> None:
+        async def hang_up():
             asking.cancel()
 
         router.runner.after_look_up = hang_up
@@ -842,14 +770,14 @@ class TestWithoutRedis:
         assert (await workers.load("w1")).total == 0
 
     async def test_a_reservation_that_no_worker_confirms_ends_with_its_predicted_prefill(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("w1")
         async with running(one_redis_server.url, prefill_ttl_s=0.2) as router:
             await router.route(request("fake"))
             names = (f"real-{number}" for number in count())
 
-            async def confirmed() -> str:
+            async def confirmed():
                 """A request's id; "": it was confirmed too late, on a busy machine."""
                 name = next(names)
                 await router.route(request(name))
@@ -859,8 +787,8 @@ class TestWithoutRedis:
             await eventually(workers.reserved, lambda reserved: reserved == {real: "w1:0"})
 
     async def test_requests_with_one_id_have_a_reservation_each_unless_one_is_a_retry(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1", max_requests=3)
         one, other = await route_all(router, request("r1"), request("r1"))
         assert isinstance(one, Decision)
@@ -877,8 +805,8 @@ class TestWithoutRedis:
         assert await workers.reserved() == {}
 
     async def test_a_request_that_its_balancer_sends_again_moves_its_reservation(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1")
         await router.route(request("r1", balancer_id="other"))
         for _ in range(2):
@@ -892,8 +820,8 @@ class TestWithoutRedis:
         assert await workers.reserved() == {}
 
     async def test_a_worker_that_failed_is_found_by_the_id_of_the_reservation(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         for name in ("w1", "w2"):
             await workers.register(name)
         decision = await router.route(request("r1"))
@@ -903,8 +831,8 @@ class TestWithoutRedis:
         assert (await router.refresh()).marked("caller me").keys() == {decision.incarnation}
 
     async def test_a_failure_whose_caller_goes_while_it_is_told_ends_the_reservation_too(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+        self, own_redis_server
+    ):
         url = own_redis_server.url
         async with connect(url) as redis, running(url) as router:
             workers = FakeWorkers(redis)
@@ -918,8 +846,8 @@ class TestWithoutRedis:
             await eventually(workers.reserved, lambda reserved: reserved == {})
 
     async def test_lost_releases_and_first_tokens_are_told_once_redis_accepts_writes(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+        self, own_redis_server
+    ):
         url = own_redis_server.url
         async with connect(url) as redis, running(url) as other, asyncio.TaskGroup() as tasks:
             workers, router = FakeWorkers(redis), Replica(redis)
@@ -949,8 +877,8 @@ class TestWithoutRedis:
             catching_up.cancel()
 
     async def test_many_pending_releases_do_not_wait_for_the_next_maintenance_step(
-        self, router: Replica, workers: FakeWorkers, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, router, workers, monkeypatch
+    ):
         await workers.register("w1", max_requests=1000)
         answers = await route_all(router, *(request(f"r{n}") for n in range(640)))
         for decision in answers:
@@ -960,9 +888,7 @@ class TestWithoutRedis:
         monkeypatch.setattr("app.router.maintenance.MAINTENANCE_INTERVAL_S", 3600.0)
         await eventually(workers.reserved, lambda reserved: reserved == {})
 
-    async def test_requests_queued_meanwhile_do_not_wait_for_redis_again(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_requests_queued_meanwhile_do_not_wait_for_redis_again(self, own_redis_server):
         async with (
             connect(own_redis_server.url) as redis,
             running(own_redis_server.url) as router,
@@ -975,9 +901,7 @@ class TestWithoutRedis:
             assert placed(answers) == {"w1": 3 * MAX_BATCH}
             assert len(router.runner.round_trips) == 1
 
-    async def test_without_a_worker_ever_seen_requests_are_refused(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+    async def test_without_a_worker_ever_seen_requests_are_refused(self, own_redis_server):
         async with running(own_redis_server.url) as router:
             await asyncio.to_thread(own_redis_server.kill)
             with pytest.raises(NoWorkers, match="no worker has been seen yet"):
@@ -986,9 +910,7 @@ class TestWithoutRedis:
 
 
 @pytest.mark.parametrize("steps", range(0, 24, 2))
-async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
-    one_redis_server: EmbeddedRedis, steps: int
-) -> None:
+async def test_a_replica_stops_at_whatever_moment_it_is_told_to(one_redis_server, steps):
     # Its first connections are being opened; a cancellation lost there is never repeated.
     app = create_app(RouterSettings(redis_url=one_redis_server.url, namespace=NAMESPACE))
     async with asyncio.timeout(5.0), app.router.lifespan_context(app):
@@ -996,9 +918,7 @@ async def test_a_replica_stops_at_whatever_moment_it_is_told_to(
             await asyncio.sleep(0)
 
 
-async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
-    router: Replica, workers: FakeWorkers
-) -> None:
+async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(router, workers):
     await workers.register("large", reuse_blocks=2)
     await workers.register("small")
     prompt = PROMPT[:8] + PROMPT
@@ -1011,8 +931,8 @@ async def test_an_overlap_counts_as_far_as_the_engine_reuses_it(
 
 class TestPredictions:
     async def test_of_approximate_workers_routed_prompts_count_as_overlap_on_every_replica(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         for name in ("w1", "w2"):
             await workers.register(name, trust=Trust.APPROXIMATE)
         settings = {"prediction_ttl_s": 3600.0}
@@ -1023,7 +943,7 @@ class TestPredictions:
             cold = await first.route(request("r1", "latency"))
             assert cold.overlap == TierOverlap()
 
-            async def look() -> Decision:
+            async def look():
                 return await second.route(request("look", "latency", reserve=False))
 
             warm = await eventually(look, lambda seen: seen.overlap.total > 0)
@@ -1032,8 +952,8 @@ class TestPredictions:
             assert (warm.trust, warm.degraded) == (Trust.APPROXIMATE, False)
 
     async def test_a_worker_that_tells_what_it_caches_is_not_judged_by_what_was_routed_there(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("exact")
         await workers.register("guessed", trust=Trust.APPROXIMATE)
         async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
@@ -1042,11 +962,11 @@ class TestPredictions:
                 decision = await replica.route(request(name, "latency", exclude=excluded))
                 assert decision.worker.key.worker_id == name
 
-            async def look() -> Decision:
+            async def look():
                 asked = request("look", "latency", reserve=False, explain=True)
                 return await replica.route(asked)
 
-            def overlaps(decision: Decision) -> dict[str, int]:
+            def overlaps(decision):
                 return {c.info.key.worker_id: c.overlap.total for c in decision.candidates}
 
             seen = await eventually(look, lambda seen: overlaps(seen)["guessed"] > 0)
@@ -1058,13 +978,13 @@ class TestPredictions:
 
     @pytest.mark.parametrize("engine", ["openai", "vllm 0.32.0"])
     async def test_answers_teach_what_an_approximate_worker_keeps_and_how_fast_it_is(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, engine: str
-    ) -> None:
+        self, one_redis_server, workers, engine
+    ):
         await workers.register("w1", trust=Trust.APPROXIMATE, engine=engine)
         async with running(one_redis_server.url, prediction_ttl_s=3600.0) as replica:
             await replica.route(request("r1", "latency"))
 
-            async def look() -> Decision:
+            async def look():
                 return await replica.route(request("look", "latency", reserve=False))
 
             seen = await eventually(look, lambda seen: seen.overlap.total == 2)
@@ -1081,12 +1001,8 @@ class TestPredictions:
         "prompt", [PROMPT, list(range(IN_FLIGHT_TOKENS))], ids=["short", "long"]
     )
     async def test_what_was_released_before_its_first_token_no_longer_counts(
-        self,
-        one_redis_server: EmbeddedRedis,
-        workers: FakeWorkers,
-        by_request_id: bool,
-        prompt: list[int],
-    ) -> None:
+        self, one_redis_server, workers, by_request_id, prompt
+    ):
         await workers.register("w1", trust=Trust.APPROXIMATE)
         settings, blocks = {"prediction_ttl_s": 3600.0}, len(prompt) // 4
         async with (
@@ -1094,13 +1010,13 @@ class TestPredictions:
             running(one_redis_server.url, **settings) as second,
         ):
 
-            async def overlap() -> int:
+            async def overlap():
                 asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
                 (seen,) = (await first.route(asked)).candidates
                 assert COMPUTING not in seen.terms  # which events tell when it ends
                 return seen.overlap.total
 
-            def name(decision: Decision) -> str:
+            def name(decision):
                 return decision.request_id if by_request_id else decision.reservation_id
 
             fake = await first.route(request("r1", "latency", prompt=prompt))
@@ -1117,7 +1033,7 @@ class TestPredictions:
             # Written in order, so what was to be withdrawn has been once this one counts.
             await second.route(request("r4", "latency", prompt=prompt[::-1]))
 
-            async def other() -> int:
+            async def other():
                 seen = await first.route(
                     request("look", "latency", reserve=False, prompt=prompt[::-1])
                 )
@@ -1126,13 +1042,11 @@ class TestPredictions:
             await eventually(other, lambda total: total == blocks)
             assert await overlap() == blocks
 
-    async def test_a_caller_that_hangs_up_leaves_no_overlap(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+    async def test_a_caller_that_hangs_up_leaves_no_overlap(self, one_redis_server, workers):
         await workers.register("w1", trust=Trust.APPROXIMATE)
         async with running(one_redis_server.url) as replica:
 
-            async def overlap() -> int:
+            async def overlap():
                 seen = await replica.route(request("look", "latency", reserve=False))
                 return seen.overlap.total
 
@@ -1144,12 +1058,8 @@ class TestPredictions:
     @pytest.mark.parametrize("another_tells_nothing", [False, True])
     @pytest.mark.parametrize("has_first_token", [False, True])
     async def test_in_flight_requests_count_as_overlap_before_their_events_arrive(
-        self,
-        one_redis_server: EmbeddedRedis,
-        workers: FakeWorkers,
-        another_tells_nothing: bool,
-        has_first_token: bool,
-    ) -> None:
+        self, one_redis_server, workers, another_tells_nothing, has_first_token
+    ):
         await workers.register("w1")
         other = Trust.APPROXIMATE if another_tells_nothing else Trust.EXACT
         await workers.register("w2", trust=other)
@@ -1160,13 +1070,13 @@ class TestPredictions:
             first = await replica.route(request("r1", "latency", prompt=prompt))
             assert (first.worker.key.worker_id, first.overlap) == ("w1", TierOverlap(device=8))
 
-            async def of_w1(policy: str = "latency") -> Candidate:
+            async def of_w1(policy="latency"):
                 asked = request("look", policy, prompt=prompt, reserve=False, explain=True)
                 seen = (await replica.route(asked)).candidates
                 (found,) = [one for one in seen if one.info.key.worker_id == "w1"]
                 return found
 
-            async def foreseen() -> float:
+            async def foreseen():
                 seen = await of_w1()
                 assert (seen.overlap.total > 8) == (COMPUTING in seen.terms)
                 return seen.overlap.total
@@ -1182,17 +1092,13 @@ class TestPredictions:
             await eventually(foreseen, lambda blocks: blocks == 8)
 
     async def test_of_prompts_that_begin_alike_no_more_are_told_than_a_look_up_reads(
-        self,
-        one_redis_server: EmbeddedRedis,
-        workers: FakeWorkers,
-        redis: Redis,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, one_redis_server, workers, redis, monkeypatch
+    ):
         monkeypatch.setattr(in_flight, "MOST", 2)
         await workers.register("w1", max_requests=64)
         prompt = list(range(IN_FLIGHT_TOKENS))
 
-        async def told() -> list[bytes]:
+        async def told():
             [key] = [key async for key in redis.scan_iter(match=KEYS["computing:"] + "*")]
             return await redis.hkeys(key)
 
@@ -1206,8 +1112,8 @@ class TestPredictions:
 
     @pytest.mark.parametrize("splits", [False, True])
     async def test_what_a_worker_will_soon_have_computed_is_not_foreseen(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, splits: bool
-    ) -> None:
+        self, one_redis_server, workers, splits
+    ):
         role, protocol = (Role.PREFILL, "nixl") if splits else (Role.BOTH, "")
         await workers.register("w1", role=role, kv_transfer=protocol)
         if splits:
@@ -1218,7 +1124,7 @@ class TestPredictions:
         async with running(one_redis_server.url, strict_roles=splits) as replica:
             await replica.refresh()
 
-            async def overlap(prompt: list[int]) -> int:
+            async def overlap(prompt):
                 asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
                 return max(c.overlap.total for c in (await replica.route(asked)).candidates)
 
@@ -1230,8 +1136,8 @@ class TestPredictions:
             assert await overlap(prompt) == len(held) // 4
 
     async def test_a_split_prompt_in_flight_counts_as_its_source_s_alone(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("p", role=Role.PREFILL, kv_transfer="nixl")
         await workers.register("d", role=Role.DECODE, kv_transfer="nixl")
         prompt = list(range(IN_FLIGHT_TOKENS))
@@ -1240,7 +1146,7 @@ class TestPredictions:
             first = await replica.route(request("r1", "latency", prompt=prompt))
             assert first.source is not None
 
-            async def look() -> dict[str, int]:
+            async def look():
                 asked = request("look", "latency", prompt=prompt, reserve=False, explain=True)
                 seen = await replica.route(asked)
                 return {one.info.key.worker_id: one.overlap.total for one in seen.candidates}
@@ -1248,8 +1154,8 @@ class TestPredictions:
             await eventually(look, lambda overlaps: overlaps == {"p": 1024, "d": 0})
 
     async def test_a_prefix_on_its_way_counts_as_the_worker_s_that_fetches_it(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         for name, max_requests in (("w1", 1), ("w2", 8)):
             await workers.register(name, kv_transfer="kvroute", max_requests=max_requests)
         prompt = list(range(IN_FLIGHT_TOKENS + 4))
@@ -1260,7 +1166,7 @@ class TestPredictions:
             assert fetched.source is not None
             assert (fetched.source.kind, fetched.worker.key.worker_id) == ("fetch", "w2")
 
-            async def look() -> dict[str, int]:
+            async def look():
                 seen = await replica.route(
                     request("look", "latency", prompt=prompt, reserve=False, explain=True)
                 )
@@ -1269,8 +1175,8 @@ class TestPredictions:
             await eventually(look, lambda overlaps: overlaps["w2"] > 900)
 
     async def test_an_answer_whose_overlap_fell_short_says_so(
-        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, router, workers, redis
+    ):
         await workers.register("w1")
         # So long that the block where the overlap ends is found in a second round trip.
         prompt = list(range(4 * 2000))
@@ -1278,7 +1184,7 @@ class TestPredictions:
         whole = await router.route(request("r1", prompt=prompt, reserve=False))
         assert (whole.overlap.total, whole.degraded, whole.trust) == (1005, False, "exact")
 
-        async def spoil() -> None:
+        async def spoil():
             async for bucket in redis.scan_iter(match=KEYS.of_shard(0)["blocks:"] + "*"):
                 await redis.set(bucket, "spoilt")
 
@@ -1291,14 +1197,12 @@ class TestPredictions:
         assert (short.degraded, short.reserved, short.trust) == (True, True, "bound")
 
     @pytest.mark.parametrize("trust", [Trust.BOUND, Trust.APPROXIMATE, Trust.LOAD_ONLY])
-    async def test_a_decision_is_trusted_no_further_than_its_worker(
-        self, router: Replica, workers: FakeWorkers, trust: Trust
-    ) -> None:
+    async def test_a_decision_is_trusted_no_further_than_its_worker(self, router, workers, trust):
         await workers.register("w1")
         await workers.register("w2")
         await workers.publish("w2", PROMPT)
 
-        async def seen(of: str) -> tuple[int, Trust]:
+        async def seen(of):
             excluded = frozenset({"w1", "w2"} - {of})
             asked = request("look", "latency", reserve=False, exclude=excluded)
             decision = await router.route(asked)
@@ -1311,9 +1215,7 @@ class TestPredictions:
         await workers.renew("w2", trust=Trust.EXACT)
         assert await seen("w2") == (2, Trust.EXACT)
 
-    async def test_by_default_only_published_blocks_count_as_overlap(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_by_default_only_published_blocks_count_as_overlap(self, router, workers):
         await workers.register("w1")
         await router.route(request("r1"))
         assert (await router.route(request("r2"))).overlap == TierOverlap()

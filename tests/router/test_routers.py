@@ -1,9 +1,6 @@
 """The namespaces that a replica serves, as the directory of models has them."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -11,7 +8,6 @@ import pytest
 
 from app.core.errors import NoWorkers
 from app.core.keys import MODELS, Keyspace
-from app.local.redis_server import EmbeddedRedis
 from app.router import routers as routers_module
 from app.router.router import Router
 from app.router.routers import Routers
@@ -27,8 +23,8 @@ OTHER = "other"
 
 
 @asynccontextmanager
-async def serving(redis_url: str, **settings: object) -> AsyncIterator[Routers]:
-    def router(namespace: str, client: RedisClient) -> Replica:
+async def serving(redis_url, **settings):
+    def router(namespace, client):
         return Replica(client, keyspace=Keyspace(namespace), **settings)
 
     routers = Routers(NAMESPACE, partial(connect, redis_url), router, 5.0)
@@ -40,7 +36,7 @@ async def serving(redis_url: str, **settings: object) -> AsyncIterator[Routers]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def live_worker(redis: RedisClient, namespace: str, max_requests: int = 256) -> FakeWorker:
+async def live_worker(redis, namespace, max_requests=256):
     info = worker_info("w", max_requests=max_requests)
     worker = FakeWorker(ScriptRunner(redis, 5.0), Keyspace(namespace), info)
     await worker.register()
@@ -48,18 +44,18 @@ async def live_worker(redis: RedisClient, namespace: str, max_requests: int = 25
     return worker
 
 
-async def announce(redis: RedisClient, namespace: str, names: Iterable[str] = ("m",)) -> None:
+async def announce(redis, namespace, names=("m",)):
     await ScriptRunner(redis, 5.0).one(models.announce(namespace, names))
 
 
-async def served(routers: Routers) -> set[str]:
+async def served(routers):
     return {*routers.by_namespace}
 
 
-async def read_twice(redis: RedisClient) -> None:
+async def read_twice(redis):
     """Returns once the directory, as it is now, has been read."""
 
-    async def num_reads() -> int:
+    async def num_reads():
         stats = await redis.info("commandstats")
         return int(stats.get("cmdstat_hscan", {"calls": 0})["calls"])
 
@@ -68,15 +64,13 @@ async def read_twice(redis: RedisClient) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     """The directory is read all the time, and nothing that it lacks is remembered."""
     monkeypatch.setattr(routers_module, "DIRECTORY_INTERVAL_S", 0.01)
     monkeypatch.setattr(routers_module, "KEPT_S", 0.0)
 
 
-async def test_a_directory_that_redis_has_lost_ends_nothing(
-    one_redis_server: EmbeddedRedis, redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_directory_that_redis_has_lost_ends_nothing(one_redis_server, redis, monkeypatch):
     monkeypatch.setattr(routers_module, "DIRECTORY_INTERVAL_S", 0.01)
     await live_worker(redis, OTHER)
     await announce(redis, OTHER)
@@ -90,14 +84,14 @@ async def test_a_directory_that_redis_has_lost_ends_nothing(
         await eventually(lambda: claims(routers), lambda found: found == {"m": ("another", OTHER)})
 
 
-async def claims(routers: Routers) -> dict[str, tuple[str, ...]]:
+async def claims(routers):
     return {**routers.claims}
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_namespace_is_left_once_nobody_waits_there_and_nothing_is_carried(
-    one_redis_server: EmbeddedRedis, redis: RedisClient
-) -> None:
+    one_redis_server, redis
+):
     await live_worker(redis, OTHER, max_requests=1)
     await announce(redis, OTHER)
     async with serving(one_redis_server.url, wait_queue=10, wait_timeout_s=600.0) as routers:
@@ -122,21 +116,21 @@ async def test_a_namespace_is_left_once_nobody_waits_there_and_nothing_is_carrie
         assert await routers.by_namespace[OTHER].route(request("again"))
 
 
-async def waits_in(redis: RedisClient, namespace: str) -> int:
+async def waits_in(redis, namespace):
     return int(await redis.zcard(Keyspace(namespace)["flows"]))
 
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_namespace_that_is_left_with_a_surprise_ends_no_other(
-    one_redis_server: EmbeddedRedis, redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     await live_worker(redis, NAMESPACE)
     await live_worker(redis, OTHER)
     await announce(redis, OTHER)
     async with serving(one_redis_server.url) as routers:
         await eventually(lambda: served(routers), lambda names: names == {NAMESPACE, OTHER})
 
-        async def surprise() -> None:
+        async def surprise():
             raise LookupError("while it ends")
 
         monkeypatch.setattr(routers.by_namespace[OTHER]._reports, "finish", surprise)
@@ -149,16 +143,16 @@ async def test_a_namespace_that_is_left_with_a_surprise_ends_no_other(
 
 
 async def test_a_router_that_fails_is_begun_anew_and_ends_no_other(
-    one_redis_server: EmbeddedRedis, redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_redis_server, redis, monkeypatch
+):
     monkeypatch.setattr("app.http.supervisor.FIRST_PAUSE_S", 0.01)
     await live_worker(redis, NAMESPACE)
     await live_worker(redis, OTHER)
     await announce(redis, OTHER)
     runs = Router.run
-    failed: list[str] = []
+    failed = []
 
-    async def run(router: Router) -> None:
+    async def run(router):
         if router.namespace == OTHER and not failed:
             failed.append(OTHER)
             raise LookupError("once")
@@ -172,9 +166,7 @@ async def test_a_router_that_fails_is_begun_anew_and_ends_no_other(
         assert failed
 
 
-async def test_a_directory_of_another_type_ends_nothing(
-    one_redis_server: EmbeddedRedis, redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_directory_of_another_type_ends_nothing(one_redis_server, redis, monkeypatch):
     monkeypatch.setattr(routers_module, "DIRECTORY_INTERVAL_S", 0.01)
     monkeypatch.setattr("app.http.supervisor.FIRST_PAUSE_S", 0.01)
     await live_worker(redis, OTHER)
@@ -189,9 +181,7 @@ async def test_a_directory_of_another_type_ends_nothing(
         await eventually(lambda: claims(routers), lambda found: "another" in found["m"])
 
 
-async def test_whoever_waits_at_a_router_that_ends_gets_an_error(
-    one_redis_server: EmbeddedRedis, redis: RedisClient
-) -> None:
+async def test_whoever_waits_at_a_router_that_ends_gets_an_error(one_redis_server, redis):
     await live_worker(redis, NAMESPACE, max_requests=1)
     async with serving(one_redis_server.url, wait_queue=10, wait_timeout_s=600.0) as routers:
         await routers.own.route(request("carried", carried=True))
@@ -202,11 +192,11 @@ async def test_whoever_waits_at_a_router_that_ends_gets_an_error(
 
 
 async def test_all_other_namespaces_share_their_connections_and_each_client_follows_redis(
-    one_redis_server: EmbeddedRedis, redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed: list[RedisClient] = []
+    one_redis_server, redis, monkeypatch
+):
+    followed = []
 
-    async def follow(client: RedisClient) -> None:
+    async def follow(client):
         followed.append(client)
 
     monkeypatch.setattr(RedisClient, "follow", follow)
@@ -220,7 +210,7 @@ async def test_all_other_namespaces_share_their_connections_and_each_client_foll
         assert len(set(followed)) == 2
 
 
-async def _settled(routers: Routers) -> int:
+async def _settled(routers):
     """How many have asked Redis for their workers."""
     seen = (router.fleet.redis_now_ms for router in routers.by_namespace.values())
     return sum(now_ms is not None for now_ms in seen)

@@ -1,26 +1,20 @@
 """Session affinity, at several replicas on one Redis."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.keys import Keyspace
-from app.local.redis_server import EmbeddedRedis
-from app.policy.decision import Decision
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
-from tests.router.test_router import PROMPT, Replica, request, running
+from tests.router.test_router import PROMPT, request, running
 
-HALF: dict[str, Any] = {"session_affinity": 0.5}
+HALF = {"session_affinity": 0.5}
 
 
 @pytest.fixture
-async def workers(redis: Redis) -> FakeWorkers:
+async def workers(redis):
     """w0 to w3, on `one_redis_server`, without any blocks."""
     made = FakeWorkers(redis)
     for n in range(4):
@@ -28,11 +22,11 @@ async def workers(redis: Redis) -> FakeWorkers:
     return made
 
 
-async def remembered(redis: Redis, session: str) -> None:
+async def remembered(redis, session):
     await eventually(lambda: redis.hexists(KEYS["sessions"], session))
 
 
-async def route(replica: Replica, request_id: str, session: str, **options: Any) -> Decision:
+async def route(replica, request_id, session, **options):
     """The decision about a request that then ends."""
     options = {"policy": "latency", "explain": True} | options
     decision = await replica.route(request(request_id, session=session, **options))
@@ -41,9 +35,7 @@ async def route(replica: Replica, request_id: str, session: str, **options: Any)
 
 
 class TestRoundTrips:
-    async def test_a_decision_with_a_session_costs_two(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-    ) -> None:
+    async def test_a_decision_with_a_session_costs_two(self, one_redis_server, workers, redis):
         async with running(one_redis_server.url, **HALF) as replica:
             await replica.route(request("r0", session="a"))
             await remembered(redis, "a")
@@ -56,8 +48,8 @@ class TestRoundTrips:
             assert calls.count("recall") == 1
 
     async def test_without_the_setting_sessions_are_neither_looked_up_nor_kept(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, workers, redis
+    ):
         async with running(one_redis_server.url) as replica:
             await replica.route(request("r0", session="a"))
             await replica.route(request("r1", session="a"))
@@ -67,8 +59,8 @@ class TestRoundTrips:
 
 
 async def test_each_session_is_written_once_and_requests_without_one_write_nothing(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with running(one_redis_server.url, **HALF) as replica:
         await replica.route(request("r0"))
         replica.runner.round_trips.clear()
@@ -82,8 +74,8 @@ async def test_each_session_is_written_once_and_requests_without_one_write_nothi
 
 
 async def test_a_session_returns_to_its_worker_through_any_replica(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with (
         running(one_redis_server.url, **HALF, seed=1) as one,
         running(one_redis_server.url, **HALF, seed=2) as two,
@@ -104,9 +96,7 @@ async def test_a_session_returns_to_its_worker_through_any_replica(
             assert places == {str(first.worker.key): 6}
 
 
-async def test_affinity_gives_way_to_load(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+async def test_affinity_gives_way_to_load(one_redis_server, workers, redis):
     async with running(one_redis_server.url, **HALF) as replica:
         first = await route(replica, "r0", "a")
         await remembered(redis, "a")
@@ -117,11 +107,11 @@ async def test_affinity_gives_way_to_load(
 
 
 async def test_affinity_gives_way_once_the_queue_is_longer_than_requests_may_find(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     # What half of it saves outweighs any difference between these queues.
     prompt = list(range(20_000))
-    waits: dict[str, Any] = {"wait_queue": 100, "wait_above_s": 50.0}
+    waits = {"wait_queue": 100, "wait_above_s": 50.0}
     async with running(one_redis_server.url, **HALF, **waits) as replica:
         await route(replica, "r0", "a", prompt=prompt)
         await remembered(redis, "a")
@@ -132,8 +122,8 @@ async def test_affinity_gives_way_once_the_queue_is_longer_than_requests_may_fin
 
 
 async def test_affinity_gives_way_to_blocks_that_are_known_to_be_elsewhere(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with running(one_redis_server.url, **HALF) as replica:
         first = await route(replica, "r0", "a")
         await remembered(redis, "a")
@@ -143,8 +133,8 @@ async def test_affinity_gives_way_to_blocks_that_are_known_to_be_elsewhere(
 
 
 async def test_a_decision_says_that_the_session_made_the_difference(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with running(one_redis_server.url, session_affinity=1.0) as replica:
         first = await route(replica, "r0", "a")
         await remembered(redis, "a")
@@ -158,8 +148,8 @@ async def test_a_decision_says_that_the_session_made_the_difference(
 
 
 async def test_a_session_that_made_no_difference_is_not_given_as_the_reason(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with running(one_redis_server.url, session_affinity=1.0) as replica:
         first = await route(replica, "r0", "a")
         await remembered(redis, "a")
@@ -173,8 +163,8 @@ async def test_a_session_that_made_no_difference_is_not_given_as_the_reason(
 
 
 async def test_affinity_does_not_carry_over_to_a_new_incarnation_of_the_worker(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+    one_redis_server, workers, redis
+):
     async with running(one_redis_server.url, **HALF) as replica:
         first = await route(replica, "r0", "a")
         await remembered(redis, "a")
@@ -186,15 +176,13 @@ async def test_affinity_does_not_carry_over_to_a_new_incarnation_of_the_worker(
         assert all("affinity" not in c.terms for c in again.candidates)
 
 
-async def test_a_corrupted_sessions_key_fails_no_decision(
-    one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-) -> None:
+async def test_a_corrupted_sessions_key_fails_no_decision(one_redis_server, workers, redis):
     async with running(one_redis_server.url, **HALF) as replica:
         await redis.set(KEYS["sessions"], "spoilt")
         decision = await route(replica, "r0", "a")
         assert (decision.degraded, decision.reserved) == (False, True)
 
 
-def test_sessions_are_in_the_same_hash_slot_as_the_loads() -> None:
+def test_sessions_are_in_the_same_hash_slot_as_the_loads():
     # So that a decision asks one node of a Redis Cluster for both.
     assert Keyspace("a")["sessions"].split("}")[0] == Keyspace("a")["load"].split("}")[0]

@@ -1,27 +1,22 @@
 """Requests that find no worker where a planner starts one for them."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import NoWorkers
-from app.local.redis_server import EmbeddedRedis
 from app.policy.decision import RouteRequest
 from app.router.prompt import Prompt
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers
-from tests.router.test_router import PROMPT, Replica, request, running
+from tests.router.test_router import PROMPT, request, running
 
 LATE = r"no worker has started within 0\.1 s"
-WAITS: dict[str, Any] = {"wait_queue": 10, "wait_timeout_s": 60.0}
+WAITS = {"wait_queue": 10, "wait_timeout_s": 60.0}
 
 
 @pytest.fixture
-async def workers(redis: Redis) -> FakeWorkers:
+async def workers(redis):
     """A fleet whose last worker has left."""
     fleet = FakeWorkers(redis)
     await fleet.register("w1")
@@ -29,12 +24,12 @@ async def workers(redis: Redis) -> FakeWorkers:
     return fleet
 
 
-async def planner_says(redis: Redis, replica: Replica, *, wakes: bool) -> None:
+async def planner_says(redis, replica, *, wakes):
     seconds, _ = await redis.time()
     told = {"wakes": int(wakes), "until_ms": 1000 * (seconds + 60)}
     await redis.hset(KEYS["planner"], mapping=told)
 
-    async def sleeps() -> bool:
+    async def sleeps():
         return replica.fleet.sleeps
 
     await eventually(sleeps, lambda does: does is wakes)
@@ -42,8 +37,8 @@ async def planner_says(redis: Redis, replica: Replica, *, wakes: bool) -> None:
 
 @pytest.mark.parametrize("is_tokenized", [False, True])
 async def test_a_request_waits_in_the_line_until_a_worker_has_started(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers, is_tokenized: bool
-) -> None:
+    one_redis_server, redis, workers, is_tokenized
+):
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=True)
         prompt = Prompt(len(PROMPT), tokens=PROMPT) if is_tokenized else None
@@ -56,8 +51,8 @@ async def test_a_request_waits_in_the_line_until_a_worker_has_started(
 
 
 async def test_a_request_is_refused_once_no_worker_has_come_in_time(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+    one_redis_server, redis, workers
+):
     async with running(one_redis_server.url, wait_queue=10, wait_timeout_s=0.1) as replica:
         await planner_says(redis, replica, wakes=True)
         with pytest.raises(NoWorkers, match=LATE):
@@ -67,8 +62,8 @@ async def test_a_request_is_refused_once_no_worker_has_come_in_time(
 
 
 async def test_without_a_planner_that_would_start_one_a_request_is_refused_at_once(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+    one_redis_server, redis, workers
+):
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=False)
         with pytest.raises(NoWorkers, match="no worker is alive"):
@@ -79,9 +74,7 @@ async def test_without_a_planner_that_would_start_one_a_request_is_refused_at_on
             await replica.route(request("r2"))
 
 
-async def test_a_caller_that_hangs_up_leaves_the_line(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+async def test_a_caller_that_hangs_up_leaves_the_line(one_redis_server, redis, workers):
     async with running(one_redis_server.url, **WAITS) as replica:
         await planner_says(redis, replica, wakes=True)
         going = asyncio.create_task(replica.wake(RouteRequest("r", [])))
@@ -90,9 +83,7 @@ async def test_a_caller_that_hangs_up_leaves_the_line(
         await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
 
 
-async def test_workers_that_are_full_do_not_sleep(
-    one_redis_server: EmbeddedRedis, redis: Redis, workers: FakeWorkers
-) -> None:
+async def test_workers_that_are_full_do_not_sleep(one_redis_server, redis, workers):
     async with running(one_redis_server.url, **WAITS) as replica:
         await workers.register("w2", max_requests=1)
         await workers.occupy("w2", "x", prefill_s=100.0)

@@ -1,23 +1,17 @@
 """Requests that wait for a worker, at one replica and at several."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import count
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis.asyncio import Redis
 
 from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.settings.kinds import PRIORITY_SHARES
-from app.local.redis_server import EmbeddedRedis
-from app.policy.decision import Decision, Query, RouteRequest
+from app.policy.decision import Query, RouteRequest
 from app.router import waiting
 from app.router.pending import Pending, QueuePlace
 from app.router.wait_queue import WaitQueue
@@ -27,31 +21,31 @@ from tests.eventually import eventually
 from tests.fake_worker import BLOCK_SIZE, KEYS, FakeWorkers
 from tests.router.test_router import Replica, request, running
 
-WAITS: dict[str, Any] = {"wait_queue": 100, "wait_timeout_s": 60.0}
+WAITS = {"wait_queue": 100, "wait_timeout_s": 60.0}
 
 
 @pytest.fixture
-async def workers(redis: Redis) -> FakeWorkers:
+async def workers(redis):
     """A fleet, without workers so far, on `one_redis_server`."""
     return FakeWorkers(redis)
 
 
 @pytest.fixture
-async def router(one_redis_server: EmbeddedRedis) -> AsyncIterator[Replica]:
+async def router(one_redis_server):
     async with running(one_redis_server.url, **WAITS) as replica:
         yield replica
 
 
-async def waiting_at(*replicas: Replica) -> int:
+async def waiting_at(*replicas):
     """How many requests wait at them."""
     found = [r.telemetry.registry.get_sample_value("kvroute_waiting_requests") for r in replicas]
     return int(sum(n or 0 for n in found))
 
 
-async def all_announced(redis: Redis, expected: int) -> None:
+async def all_announced(redis, expected):
     """Waits until `expected` tickets are in the queue that replicas share."""
 
-    async def look() -> int:
+    async def look():
         patterns = [KEYS[family].replace("{", r"\{") + "*" for family in ("waiting:", "picky:")]
         return sum([await redis.zcard(k) for p in patterns async for k in redis.scan_iter(match=p)])
 
@@ -61,14 +55,14 @@ async def all_announced(redis: Redis, expected: int) -> None:
 class Crowd:
     """Requests that wait in the queue, in the order in which they joined."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis):
         self._redis = redis
         self._numbers = count(1)
-        self.tasks: dict[str, asyncio.Task[Decision]] = {}
-        self.order: list[str] = []
+        self.tasks = {}
+        self.order = []
         """Request ids, in the order in which they were decided."""
 
-    async def join(self, replica: Replica, request_id: str, **options: Any) -> None:
+    async def join(self, replica, request_id, **options):
         """Returns once the request is in the queue."""
         task = asyncio.ensure_future(replica.route(request(request_id, **options)))
         task.add_done_callback(lambda _: self.order.append(request_id))
@@ -76,7 +70,7 @@ class Crowd:
         await all_announced(self._redis, next(self._numbers))
 
 
-async def make_room(redis: Redis, crowd: Crowd, replica: Replica, first: str) -> None:
+async def make_room(redis, crowd, replica, first):
     """Ends `first`, then each request that took its slot, until all of the crowd had a turn."""
     await replica.release(first)
     for ended in count(1):
@@ -86,7 +80,7 @@ async def make_room(redis: Redis, crowd: Crowd, replica: Replica, first: str) ->
         await replica.release(crowd.order[ended - 1])
 
 
-async def _decided(crowd: Crowd) -> int:
+async def _decided(crowd):
     return len(crowd.order)
 
 
@@ -94,16 +88,12 @@ async def _decided(crowd: Crowd) -> int:
     ("openings", "workers", "turns"),
     [(5, 1000, 5), (500, 8, 16), (500, 128, 16), (500, 1000, 125), (9000, 4000, 128)],
 )
-def test_the_more_workers_there_are_the_more_requests_go_at_once(
-    openings: int, workers: int, turns: int
-) -> None:
+def test_the_more_workers_there_are_the_more_requests_go_at_once(openings, workers, turns):
     assert waiting.turns_at_once(openings, workers) == turns
 
 
 class TestOff:
-    async def test_without_the_setting_nobody_waits(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+    async def test_without_the_setting_nobody_waits(self, one_redis_server, workers):
         await workers.register("w1", max_requests=1)
         async with running(one_redis_server.url, wait_above_s=0.5) as replica:
             await workers.occupy("w1", "x", prefill_s=100.0)
@@ -116,9 +106,7 @@ class TestOff:
 
 
 class TestWhoWaits:
-    async def test_a_decision_still_costs_two_round_trips_when_nobody_waits(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_decision_still_costs_two_round_trips_when_nobody_waits(self, router, workers):
         await workers.register("w1")
         await router.route(request("r0"))
         router.runner.round_trips.clear()
@@ -127,8 +115,8 @@ class TestWhoWaits:
         assert (decision.tries, decision.waited_ms) == (1, 0)
 
     async def test_a_request_that_finds_all_workers_full_is_decided_when_a_slot_is_freed(
-        self, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, workers, redis
+    ):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
@@ -147,8 +135,8 @@ class TestWhoWaits:
         assert router.counted("decisions", policy="least_loaded", outcome="routed") == 1
 
     async def test_a_long_queue_keeps_requests_waiting_until_it_is_short_enough(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, workers, redis
+    ):
         await workers.register("w1")
         await workers.register("w2")
         async with running(one_redis_server.url, **WAITS, wait_above_s=50.0) as replica:
@@ -163,8 +151,8 @@ class TestWhoWaits:
             assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"
 
     async def test_a_long_queue_stops_neither_queries_nor_decisions_without_redis(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+        self, own_redis_server
+    ):
         async with (
             connect(own_redis_server.url) as redis,
             running(own_redis_server.url, **WAITS, wait_above_s=50.0) as replica,
@@ -178,24 +166,20 @@ class TestWhoWaits:
             blind = await replica.route(request("r2"))
             assert (blind.degraded, blind.waited_ms) == (True, 0)
 
-    async def test_a_request_without_reservation_does_not_wait(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_request_without_reservation_does_not_wait(self, router, workers):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         with pytest.raises(AllWorkersBusy):
             await router.route(request("r1", reserve=False))
 
-    async def test_a_request_that_excludes_all_workers_does_not_wait(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+    async def test_a_request_that_excludes_all_workers_does_not_wait(self, router, workers):
         await workers.register("w1", max_requests=1)
         with pytest.raises(NoWorkers):
             await router.route(request("r1", exclude=frozenset({"w1"})))
 
     async def test_a_later_request_waits_behind_earlier_ones_even_at_another_replica(
-        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, router, workers, redis
+    ):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         async with running(one_redis_server.url, **WAITS) as other:
@@ -206,13 +190,8 @@ class TestWhoWaits:
         assert crowd.order == ["early", "late"]
 
     async def test_a_new_request_leaves_the_free_worker_to_one_waiting_at_another_replica(
-        self,
-        one_redis_server: EmbeddedRedis,
-        router: Replica,
-        workers: FakeWorkers,
-        redis: Redis,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, one_redis_server, router, workers, redis, monkeypatch
+    ):
         monkeypatch.setattr(waiting, "TICKET_TTL_MS", 60_000)
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
@@ -234,8 +213,8 @@ class TestWhoWaits:
                 task.cancel()
 
     async def test_a_request_routed_again_does_not_wait_for_the_slot_it_holds_itself(
-        self, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, workers, redis
+    ):
         await workers.register("w1", max_requests=1)
         await router.route(request("again"))
         crowd = Crowd(redis)
@@ -247,8 +226,8 @@ class TestWhoWaits:
         assert await workers.reserved() == {"again": "w1:0"}
 
     async def test_a_request_that_excludes_the_free_worker_holds_up_nobody(
-        self, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, workers, redis
+    ):
         await workers.register("w1", max_requests=1)
         await workers.register("w2", max_requests=1)
         await workers.occupy("w1", "x")
@@ -263,8 +242,8 @@ class TestWhoWaits:
         assert (await crowd.tasks["picky"]).worker.key.worker_id == "w2"
 
     async def test_a_prompt_too_large_for_the_free_worker_holds_up_nobody(
-        self, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, workers, redis
+    ):
         await workers.register("large", max_requests=1)
         await workers.register("small", max_requests=1, kv_total_blocks=4)
         await workers.occupy("large", "x")
@@ -283,14 +262,14 @@ class TestOrder:
     """The order in which waiting requests get the only slot."""
 
     @pytest.fixture
-    async def full(self, workers: FakeWorkers) -> FakeWorkers:
+    async def full(self, workers):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         return workers
 
     async def test_tenants_share_turns_by_weight_whatever_the_replica_and_however_many_wait(
-        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, full, redis
+    ):
         crowd = Crowd(redis)
         async with AsyncExitStack() as stack:
             weighted = WAITS | {"tenant_weights": "gold=2"}
@@ -314,8 +293,8 @@ class TestOrder:
             assert own == sorted(own)
 
     async def test_a_higher_priority_overtakes_and_a_lower_one_still_gets_its_turn(
-        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, full, redis
+    ):
         crowd = Crowd(redis)
         async with (
             running(one_redis_server.url, **WAITS) as one,
@@ -334,8 +313,8 @@ class TestOrder:
         assert kinds[-1] == "low"
 
     async def test_a_short_prompt_goes_before_a_long_one_of_another_tenant(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, full, redis
+    ):
         crowd = Crowd(redis)
         task = asyncio.ensure_future(
             router.route(RouteRequest("long", [], 4000, "least_loaded", tenant="a"))
@@ -349,8 +328,8 @@ class TestOrder:
         assert crowd.order == ["short0", "short1", "short2", "long"]
 
     async def test_only_the_part_of_a_prompt_that_no_worker_holds_counts_towards_its_turn(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, full, redis
+    ):
         held = range(1000, 1400)
         await full.publish("w1", held)
         crowd = Crowd(redis)
@@ -363,14 +342,14 @@ class TestOrder:
 
 class TestWhoGivesUp:
     @pytest.fixture
-    async def full(self, workers: FakeWorkers) -> FakeWorkers:
+    async def full(self, workers):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x", prefill_s=30.0)
         return workers
 
     async def test_a_request_that_has_waited_too_long_is_told_when_to_retry(
-        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, full, redis
+    ):
         settings = WAITS | {"wait_timeout_s": 0.05}
         async with running(one_redis_server.url, **settings) as replica:
             with pytest.raises(AllWorkersBusy, match=r"no worker had room within 0\.05 s") as busy:
@@ -383,8 +362,8 @@ class TestWhoGivesUp:
         assert set(await full.reserved()) == {"x"}
 
     async def test_a_caller_that_hangs_up_leaves_the_line_and_gets_no_reservation(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, full, redis
+    ):
         crowd = Crowd(redis)
         await crowd.join(router, "gone")
         await crowd.join(router, "stays")
@@ -397,11 +376,11 @@ class TestWhoGivesUp:
         assert router.counted("waits", **labels, outcome="gone") == 1
 
     async def test_a_caller_that_hangs_up_during_its_decision_keeps_no_reservation(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, router, full, redis
+    ):
         crowd = Crowd(redis)
 
-        async def hang_up() -> None:
+        async def hang_up():
             crowd.tasks["gone"].cancel()
 
         await crowd.join(router, "gone")
@@ -411,9 +390,7 @@ class TestWhoGivesUp:
         await eventually(full.reserved, lambda found: found == {})
         await all_announced(redis, 0)
 
-    async def test_a_replica_that_stops_refuses_waiting_and_new_requests(
-        self, router: Replica, full: FakeWorkers, redis: Redis
-    ) -> None:
+    async def test_a_replica_that_stops_refuses_waiting_and_new_requests(self, router, full, redis):
         crowd = Crowd(redis)
         await crowd.join(router, "r1")
         await router.stop()
@@ -424,12 +401,8 @@ class TestWhoGivesUp:
             await router.route(request("r2"))
 
     async def test_a_replica_that_ends_takes_its_tickets_out_of_the_line(
-        self,
-        one_redis_server: EmbeddedRedis,
-        full: FakeWorkers,
-        redis: Redis,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, one_redis_server, full, redis, monkeypatch
+    ):
         monkeypatch.setattr(waiting, "PAUSE_PER_WORKER_S", 60.0)
         async with running(one_redis_server.url, **WAITS) as replica:
             crowd = Crowd(redis)
@@ -439,8 +412,8 @@ class TestWhoGivesUp:
         assert not await redis.exists(KEYS["flows"])
 
     async def test_when_too_many_requests_wait_the_tenant_with_the_most_gives_way(
-        self, one_redis_server: EmbeddedRedis, full: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, full, redis
+    ):
         async with running(one_redis_server.url, **WAITS | {"wait_queue": 3}) as replica:
             crowd = Crowd(redis)
             for n in range(3):
@@ -461,8 +434,8 @@ class TestWhoGivesUp:
 
 class TestTrouble:
     async def test_a_replica_that_was_killed_holds_up_the_others_only_briefly(
-        self, one_redis_server: EmbeddedRedis, router: Replica, workers: FakeWorkers, redis: Redis
-    ) -> None:
+        self, one_redis_server, router, workers, redis
+    ):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
@@ -482,12 +455,8 @@ class TestTrouble:
                 await crowd.tasks["lost"]
 
     async def test_however_many_wait_redis_is_told_of_a_few_at_a_time(
-        self,
-        router: Replica,
-        workers: FakeWorkers,
-        redis: Redis,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, router, workers, redis, monkeypatch
+    ):
         monkeypatch.setattr(waiting, "MAX_NAMED", 3)
         monkeypatch.setattr(waiting, "NAME_S", 0.05)
         await workers.register("w1", max_requests=1)
@@ -502,12 +471,8 @@ class TestTrouble:
             task.cancel()
 
     async def test_however_much_room_there_is_few_turns_are_given_at_once(
-        self,
-        router: Replica,
-        workers: FakeWorkers,
-        redis: Redis,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, router, workers, redis, monkeypatch
+    ):
         monkeypatch.setattr(waiting, "MIN_TURNS", 2)
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
@@ -519,12 +484,12 @@ class TestTrouble:
         assert router.runner.most_turns == 2
 
     async def test_many_releases_do_not_make_a_replica_of_a_large_fleet_look_at_loads_all_the_time(
-        self, workers: FakeWorkers, router: Replica, redis: Redis, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, workers, router, redis, monkeypatch
+    ):
         steps = 0
         step = waiting.Waiting._step
 
-        async def counted(self: waiting.Waiting) -> list[QueuePlace]:
+        async def counted(self):
             nonlocal steps
             steps += 1
             return await step(self)
@@ -542,8 +507,8 @@ class TestTrouble:
         assert (await crowd.tasks["waits"]).reserved
 
     async def test_a_request_waiting_when_redis_fails_gets_a_degraded_decision(
-        self, own_redis_server: EmbeddedRedis
-    ) -> None:
+        self, own_redis_server
+    ):
         async with (
             connect(own_redis_server.url) as redis,
             running(own_redis_server.url, **WAITS) as router,
@@ -559,8 +524,8 @@ class TestTrouble:
             assert await waiting_at(router) == 0
 
     async def test_a_waiting_request_is_not_decided_with_those_whose_reservation_was_lost(
-        self, router: Replica, workers: FakeWorkers
-    ) -> None:
+        self, router, workers
+    ):
         await workers.register("w1", max_requests=1)
         await workers.register("w2")
         await workers.occupy("w1", "x")
@@ -576,9 +541,7 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "key", ["line", "flows", "easy_flows", "waiting:normal:", "picky:normal:"]
     )
-    async def test_a_line_that_was_deleted_is_rebuilt(
-        self, router: Replica, workers: FakeWorkers, redis: Redis, key: str
-    ) -> None:
+    async def test_a_line_that_was_deleted_is_rebuilt(self, router, workers, redis, key):
         await workers.register("w1", max_requests=1)
         await workers.occupy("w1", "x")
         crowd = Crowd(redis)
@@ -589,8 +552,8 @@ class TestTrouble:
         await eventually(lambda: redis.exists(KEYS["flows"]), lambda found: not found)
 
     async def test_two_replicas_with_many_waiting_requests_overfill_no_worker(
-        self, one_redis_server: EmbeddedRedis, workers: FakeWorkers
-    ) -> None:
+        self, one_redis_server, workers
+    ):
         await workers.register("w1", max_requests=3)
         await workers.register("w2", max_requests=4)
         async with (
@@ -601,7 +564,7 @@ class TestTrouble:
                 asyncio.ensure_future((one, two)[n % 2].route(request(f"r{n}", tenant=f"t{n % 5}")))
                 for n in range(80)
             ]
-            ended: set[str] = set()
+            ended = set()
             while len(ended) < 80:
                 reserved = await eventually(workers.reserved, lambda found: set(found) - ended)
                 on = Counter(reserved.values())
@@ -618,11 +581,11 @@ class TestTrouble:
 # The queue of one replica, without Redis
 
 
-def queued(flow: str, number: int, weight: float) -> QueuePlace:
+def queued(flow, number, weight):
     ticket = state_of_waiting.ticket(
         flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number
     )
-    answer: Any = None
+    answer = None
     pending = Pending(Query(request(str(number)), "a"), answer)
     return QueuePlace(pending, ticket, weight, flow, "normal", float(number))
 
@@ -634,9 +597,9 @@ FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
     capacity=st.integers(1, 6),
     steps=st.lists(st.tuples(st.sampled_from(list(FLOWS)), st.booleans()), max_size=60),
 )
-def test_a_wait_queue_holds_what_a_list_would(capacity: int, steps: list[tuple[str, bool]]) -> None:
+def test_a_wait_queue_holds_what_a_list_would(capacity, steps):
     queue = WaitQueue(capacity)
-    model: list[QueuePlace] = []
+    model = []
     for number, (flow, enters) in enumerate(steps):
         if enters or not model:
             one = queued(flow, number, FLOWS[flow])
@@ -664,19 +627,19 @@ def test_a_wait_queue_holds_what_a_list_would(capacity: int, steps: list[tuple[s
             assert queue.get(w.ticket.flow, w.ticket.name) is w
 
 
-def test_a_higher_priority_has_a_larger_share() -> None:
+def test_a_higher_priority_has_a_larger_share():
     shares = list(PRIORITY_SHARES.values())
     assert shares == sorted(shares, reverse=True)
     assert PRIORITY_SHARES["normal"] == 1.0
 
 
-def of_holder(holder: str, flow: str, number: int) -> QueuePlace:
+def of_holder(holder, flow, number):
     one = queued(flow, number, 1.0)
     one.pending.request.holder = holder
     return one
 
 
-def test_who_names_many_tenants_takes_no_places_from_other_callers() -> None:
+def test_who_names_many_tenants_takes_no_places_from_other_callers():
     queue = WaitQueue(10)
     for number in range(30):
         queue.enter(of_holder("a", f"tenant-{number}", number))
@@ -690,7 +653,7 @@ def test_who_names_many_tenants_takes_no_places_from_other_callers() -> None:
     assert len(queue) == 10
 
 
-def test_of_a_callers_flows_the_one_with_most_makes_room() -> None:
+def test_of_a_callers_flows_the_one_with_most_makes_room():
     queue = WaitQueue(6)
     for number, flow in enumerate("ppppq"):
         queue.enter(of_holder("a", flow, number))

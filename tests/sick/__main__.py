@@ -6,8 +6,6 @@ Ends with 1 if more failed than was inside an engine that broke off, if an engin
 little or one that does not too much, or if it was not even again ten seconds later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
@@ -17,10 +15,9 @@ import click
 
 from tests.fakes.faults import WELL
 from tests.sick import fleet as fleets
-from tests.sick.fleet import Fleet
-from tests.sick.load import Ended, play
+from tests.sick.load import play
 from tests.sick.page import page
-from tests.sick.rows import ROWS, Row
+from tests.sick.rows import ROWS
 from tests.sick.verdict import Trial, complaints
 
 BEFORE_S, AFTER_S = 5.0, 14.0
@@ -32,7 +29,7 @@ BEFORE_S, AFTER_S = 5.0, 14.0
 @click.option(
     "--page", "path", type=click.Path(path_type=Path, dir_okay=False), help="Where to write it."
 )
-def main(sizes: tuple[int, ...], names: tuple[str, ...], path: Path | None) -> None:
+def main(sizes, names, path):
     rows = [row for name, row in ROWS.items() if not names or any(part in name for part in names)]
     results = asyncio.run(_run(sizes, rows))
     if path is not None:
@@ -40,7 +37,7 @@ def main(sizes: tuple[int, ...], names: tuple[str, ...], path: Path | None) -> N
     sys.exit(any(result["complaints"] for result in results))
 
 
-async def _run(sizes: tuple[int, ...], rows: list[Row]) -> list[dict[str, object]]:
+async def _run(sizes, rows):
     results = []
     for num_replicas in sizes:
         left = [row for row in rows if not (row.stops_router and num_replicas == 1)]
@@ -54,7 +51,7 @@ async def _run(sizes: tuple[int, ...], rows: list[Row]) -> list[dict[str, object
     return results
 
 
-def _tell(result: dict[str, object]) -> None:
+def _tell(result):
     said = result["complaints"]
     assert isinstance(said, list)
     figures = {name: value for name, value in result.items() if name not in ("row", "complaints")}
@@ -63,9 +60,9 @@ def _tell(result: dict[str, object]) -> None:
         click.echo(f"       {complaint}")
 
 
-async def _try(fleet: Fleet, row: Row, num_replicas: int) -> tuple[dict[str, object], bool]:
+async def _try(fleet, row, num_replicas):
     """What came of it, and whether the fleet is whole again."""
-    ended: list[Ended] = []
+    ended = []
     playing = asyncio.create_task(play(fleet.http, lambda: fleet.urls, ended))
     try:
         await asyncio.sleep(BEFORE_S)
@@ -99,26 +96,26 @@ async def _try(fleet: Fleet, row: Row, num_replicas: int) -> tuple[dict[str, obj
     return _figures(trial, said), True
 
 
-def _inside(fleet: Fleet) -> int:
+def _inside(fleet):
     """Requests so far that engines broke, or held until the door gave them up."""
     return sum(engine.broken + engine.aborted for engine in fleet.engines)
 
 
-def _strike(fleet: Fleet, row: Row) -> None:
+def _strike(fleet, row):
     for place in row.sick:
         fleet.engines[place].faults = row.faults
     if row.stops_router:
         fleet.stop_router()
 
 
-async def _heal(fleet: Fleet, row: Row) -> None:
+async def _heal(fleet, row):
     for place in row.sick:
         fleet.engines[place].faults = WELL
     if row.stops_router:
         await asyncio.to_thread(fleet.start_router)
 
 
-def _figures(trial: Trial, said: list[str]) -> dict[str, object]:
+def _figures(trial, said):
     return {
         "row": trial.row.name,
         "replicas": trial.num_replicas,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import aiohttp
 
@@ -35,11 +33,11 @@ class Fleet:
     stopping: list[Process] = field(default_factory=list)
 
     @property
-    def urls(self) -> list[str]:
+    def urls(self):
         return [router.url for router in self.routers]
 
-    def start_router(self) -> None:
-        options: dict[str, Any] = {
+    def start_router(self):
+        options = {
             "redis-url": self.redis_url,
             "namespace": NAMESPACE,
             "port": 0,
@@ -49,17 +47,17 @@ class Fleet:
         flags = [f"--{name}={value}" for name, value in options.items()]
         self.routers.append(Process("router", *flags))
 
-    def stop_router(self) -> None:
+    def stop_router(self):
         """SIGTERM for one; it may go on with what it has."""
         router = self.routers.pop(0)
         router.popen.terminate()
         self.stopping.append(router)
 
-    async def until_whole(self) -> None:
+    async def until_whole(self):
         """Until each replica routes to all engines, and none is paused."""
         every = [f"e{place}" for place in range(NUM_ENGINES)]
 
-        async def routed_to() -> list[tuple[list[str], int]]:
+        async def routed_to():
             return [await self._routed_to(url) for url in self.urls]
 
         await eventually(
@@ -68,20 +66,20 @@ class Fleet:
             within_s=WHOLE_WITHIN_S,
         )
 
-    async def _routed_to(self, url: str) -> tuple[list[str], int]:
+    async def _routed_to(self, url):
         """The workers of one replica, and how many are paused."""
         async with self.http.get(f"{url}/v1/workers") as answer:
             shown = await answer.json()
         workers = shown.get("workers", ())
         return sorted(worker["worker_id"] for worker in workers), len(shown.get("paused", ()))
 
-    def end(self) -> None:
+    def end(self):
         for router in (*self.routers, *self.stopping):
             router.end()
 
 
 @asynccontextmanager
-async def started(num_replicas: int) -> AsyncIterator[Fleet]:
+async def started(num_replicas):
     """A whole fleet."""
     async with AsyncExitStack() as opened:
         memory = opened.enter_context(TemporaryDirectory(prefix="kvroute-sick-"))

@@ -6,10 +6,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import orjson
@@ -30,13 +28,11 @@ class Ended:
     failure: str = ""
 
     @property
-    def took_s(self) -> float:
+    def took_s(self):
         return self.ended_s - self.began_s
 
 
-async def play(
-    http: aiohttp.ClientSession, urls: Callable[[], Sequence[str]], ended: list[Ended]
-) -> None:
+async def play(http, urls, ended):
     """Send requests, until cancelled; then wait for no answer. urls: of the replicas."""
     asked = _bodies(random.Random(1))
     async with asyncio.TaskGroup() as tasks:
@@ -46,12 +42,12 @@ async def play(
             await asyncio.sleep(1 / RATE)
 
 
-def _bodies(rng: random.Random) -> Any:
+def _bodies(rng):
     """Path and body of one request after another; three of four are streamed."""
     for number in itertools.count():
         said = f"{number} " + "".join(rng.choices("abcdefgh ", k=rng.randrange(100, 800)))
         messages = [{"role": "user", "content": f"{SYSTEM}{said}"}]
-        kinds: list[tuple[str, dict[str, Any]]] = [
+        kinds = [
             ("/v1/chat/completions", {"messages": messages}),
             ("/v1/completions", {"prompt": list(f"{SYSTEM}{said}".encode())}),
             ("/v1/messages", {"messages": messages}),
@@ -63,14 +59,7 @@ def _bodies(rng: random.Random) -> Any:
         yield path, {"model": "m", limit: 8, "stream": number % 4 != 3, **body}
 
 
-async def _ask(
-    http: aiohttp.ClientSession,
-    urls: Callable[[], Sequence[str]],
-    turn: int,
-    path: str,
-    body: dict[str, Any],
-    ended: list[Ended],
-) -> None:
+async def _ask(http, urls, turn, path, body, ended):
     began_s = time.monotonic()
     try:
         async with asyncio.timeout(GIVES_UP_S):
@@ -81,13 +70,7 @@ async def _ask(
     ended.append(Ended(began_s, time.monotonic(), failure))
 
 
-async def _answer(
-    http: aiohttp.ClientSession,
-    urls: Callable[[], Sequence[str]],
-    turn: int,
-    path: str,
-    body: dict[str, Any],
-) -> tuple[int, bytes]:
+async def _answer(http, urls, turn, path, body):
     """Of the replica whose turn it is, or as a balancer does, of the next if that listens no
     more."""
     there = urls()
@@ -99,7 +82,7 @@ async def _answer(
     raise ConnectionRefusedError
 
 
-def _failure(status: int, text: bytes, path: str, *, streams: bool) -> str:
+def _failure(status, text, path, *, streams):
     if status != 200:
         return f"{status}"
     if not streams:

@@ -1,10 +1,5 @@
 """Writes what came of each fault as a page of the documents. No I/O."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 HEAD = """\
 # Engines that fall ill
 
@@ -22,15 +17,13 @@ for ten seconds, and goes; `tests/sick/rows.py` has them all. `make test-sick` f
 """
 COLUMNS = {"failed": "failed", "inside": "inside", "even again after, s": "even_after_s"}
 
-Result = dict[str, Any]
 
-
-def page(results: Sequence[Result]) -> str:
+def page(results):
     """results: as `tests.sick` has them, in the order in which they were tried."""
     return HEAD + "".join(f"{line}\n" for line in _table(results))
 
 
-def _table(results: Sequence[Result]) -> Iterator[str]:
+def _table(results):
     """A row for each fault, with the columns of each number of replicas side by side."""
     sizes = list(dict.fromkeys(result["replicas"] for result in results))
     of = {(result["row"], result["replicas"]): result for result in results}
@@ -42,7 +35,7 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
         yield f"| {row} | {' | '.join(cells)} |"
 
 
-def _cell(result: Result | None, name: str) -> str:
+def _cell(result, name):
     if result is None:
         return ""
     return "never" if result[name] is None else str(result[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.fakes.faults import HANG_S, Faults
@@ -33,12 +32,12 @@ class Row:
     on_s: float = 10.0
 
 
-def works(name: str, faults: Faults, sick: tuple[int, ...] = (0,)) -> Row:
+def works(name, faults, sick=(0,)):
     """A fault of an engine that computes as well as the others."""
     return Row(name, faults, sick, most_share=None, least_share=0.5)
 
 
-ROWS: Mapping[str, Row] = {
+ROWS = {
     row.name: row
     for row in (
         works("all: /health is 1 s late", Faults(health_s=1.0), ALL),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -39,24 +39,24 @@ class Trial:
     inside: int
 
     @property
-    def failures(self) -> Mapping[str, int]:
+    def failures(self):
         """How often each, of the requests that the fault may have befallen."""
         return Counter(one.failure for one in self.ended if one.failure)
 
     @property
-    def num_failed(self) -> int:
+    def num_failed(self):
         return sum(self.failures.values())
 
-    def num_came(self, place: int, since_s: float, until_s: float) -> int:
+    def num_came(self, place, since_s, until_s):
         return sum(since_s <= at_s < until_s for at_s in self.came[place])
 
-    def share(self, place: int, since_s: float, until_s: float, among: Sequence[int]) -> float:
+    def share(self, place, since_s, until_s, among):
         """What the engine got, as a share of what would be fair among those and itself."""
         places = {*among, place}
         every = sum(self.num_came(one, since_s, until_s) for one in places)
         return self.num_came(place, since_s, until_s) * len(places) / max(1, every)
 
-    def even_after_s(self) -> float | None:
+    def even_after_s(self):
         """When, after the fault has gone, all sick engines began to get their shares; None: not
         while it was watched."""
         begin = self.off_s
@@ -70,7 +70,7 @@ class Trial:
             begin += 0.5
         return None
 
-    def took_s(self) -> float:
+    def took_s(self):
         """How long an answer took, in the median of those that began meanwhile and went well."""
         took = [
             one.took_s
@@ -80,19 +80,19 @@ class Trial:
         return median(took) if took else 0.0
 
 
-def complaints(trial: Trial, took_before_s: float) -> list[str]:
+def complaints(trial, took_before_s):
     """What should not have been. took_before_s: how long an answer took without a fault."""
     return [*_of_failures(trial), *_of_shares(trial), *_of_delays(trial, took_before_s)]
 
 
-def _of_failures(trial: Trial) -> list[str]:
+def _of_failures(trial):
     if trial.num_failed <= trial.inside:
         return []
     told = ", ".join(f"{count} x {failure}" for failure, count in sorted(trial.failures.items()))
     return [f"{trial.num_failed} failed, of which {trial.inside} were inside: {told}"]
 
 
-def _of_shares(trial: Trial) -> list[str]:
+def _of_shares(trial):
     row, known_s = trial.row, trial.on_s + KNOWN_AFTER_S
     well = [place for place in range(len(trial.came)) if place not in row.sick]
     said = []
@@ -113,7 +113,7 @@ def _of_shares(trial: Trial) -> list[str]:
     return said
 
 
-def _of_delays(trial: Trial, took_before_s: float) -> list[str]:
+def _of_delays(trial, took_before_s):
     took_s = trial.took_s()
     if took_s <= took_before_s + MOST_DELAY_S:
         return []

@@ -1,18 +1,15 @@
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from app.core.events import CacheEvent, Removed, Stored
+from app.core.events import Removed, Stored
 from app.core.hashing import compute_hashes
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.simulation.engine import SimEngine
 from app.simulation.pool import BlockPool
 from app.simulation.profiles import PROFILES, Profile
-from app.simulation.steps import EngineStep, PromptTooLargeError, SimRequest
+from app.simulation.steps import PromptTooLargeError, SimRequest
 
 BLOCK_SIZE = 4
 # Steps take 1 + max(10, n) + 0.01 per attention pair + 0.001 per token of decode context.
@@ -34,13 +31,7 @@ WIDE = replace(EASY, max_batch_tokens=16)
 ABC = tuple(range(100, 110))  # the ten tokens A to J
 
 
-def engine_of(
-    pool_blocks: int = 16,
-    *,
-    host_blocks: int = 0,
-    profile: Profile = EASY,
-    now: Callable[[], float] = lambda: 0.0,
-) -> SimEngine:
+def engine_of(pool_blocks=16, *, host_blocks=0, profile=EASY, now=lambda: 0.0):
     return SimEngine(
         profile,
         block_size=BLOCK_SIZE,
@@ -50,15 +41,15 @@ def engine_of(
     )
 
 
-def request_of(request_id: str, prompt: Sequence[int], max_tokens: int = 1) -> SimRequest:
+def request_of(request_id, prompt, max_tokens=1):
     return SimRequest.from_tokens(request_id, prompt, max_tokens, block_size=BLOCK_SIZE)
 
 
-def hashes(tokens: Sequence[int]) -> tuple[SequenceHash, ...]:
+def hashes(tokens):
     return tuple(compute_hashes(tokens, BLOCK_SIZE)[1])
 
 
-def drain(engine: SimEngine) -> list[EngineStep]:
+def drain(engine):
     """Step until the engine is idle, checking its books after each step."""
     steps = []
     while (step := engine.step()) is not None:
@@ -67,20 +58,20 @@ def drain(engine: SimEngine) -> list[EngineStep]:
     return steps
 
 
-def serve(engine: SimEngine, *requests: SimRequest) -> list[EngineStep]:
+def serve(engine, *requests):
     for request in requests:
         engine.submit(request)
     return drain(engine)
 
 
-def cached_tokens(steps: list[EngineStep]) -> dict[str, int]:
+def cached_tokens(steps):
     return {f.request_id: f.cached_tokens for step in steps for f in step.finished}
 
 
 # Time
 
 
-def test_a_prompt_is_prefilled_in_chunks_and_then_gets_one_token_a_step() -> None:
+def test_a_prompt_is_prefilled_in_chunks_and_then_gets_one_token_a_step():
     steps = serve(engine_of(), request_of("r", ABC, max_tokens=4))
 
     assert [(s.prefill_tokens, s.decode_seqs) for s in steps] == [
@@ -99,7 +90,7 @@ def test_a_prompt_is_prefilled_in_chunks_and_then_gets_one_token_a_step() -> Non
     assert steps[-1].finished[0].output_tokens == 4
 
 
-def test_a_full_step_of_a_70b_model_takes_161_ms() -> None:
+def test_a_full_step_of_a_70b_model_takes_161_ms():
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     engine.submit(SimRequest.from_tokens("r", range(3000), 1, block_size=16))
 
@@ -111,7 +102,7 @@ def test_a_full_step_of_a_70b_model_takes_161_ms() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "seconds"), [(1, 0.189), (2, 0.350), (4, 0.651), (8, 1.296)])
-def test_prompts_take_what_they_took_in_a_public_run_of_vllm(prompts: int, seconds: float) -> None:
+def test_prompts_take_what_they_took_in_a_public_run_of_vllm(prompts, seconds):
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     for n in range(prompts):
         engine.submit(SimRequest.from_tokens(str(n), [n] * 2083, 1, block_size=16))
@@ -120,15 +111,13 @@ def test_prompts_take_what_they_took_in_a_public_run_of_vllm(prompts: int, secon
 
 
 @pytest.mark.parametrize(("sequences", "seconds"), [(1, 0.0178), (8, 0.0188), (32, 0.0214)])
-def test_decodes_take_what_they_took_in_a_public_run_of_vllm(
-    sequences: int, seconds: float
-) -> None:
+def test_decodes_take_what_they_took_in_a_public_run_of_vllm(sequences, seconds):
     profile = PROFILES["70b-4xh100"]
     step_s = profile.compute_s(sequences, 0, 590 * sequences, sequences)
     assert step_s == pytest.approx(seconds, rel=0.01)
 
 
-def test_decoding_requests_come_before_prefill_in_a_step() -> None:
+def test_decoding_requests_come_before_prefill_in_a_step():
     engine = engine_of(profile=replace(EASY, a0_s=0.0))
     engine.submit(request_of("first", ABC[:4], max_tokens=4))
     engine.step()
@@ -141,7 +130,7 @@ def test_decoding_requests_come_before_prefill_in_a_step() -> None:
     assert step.duration_s == pytest.approx(1 + 8 + 0.01 * 7 * 3.5 + 0.001 * 5)
 
 
-def test_prompts_share_a_step_in_order_of_arrival() -> None:
+def test_prompts_share_a_step_in_order_of_arrival():
     steps = serve(
         engine_of(), request_of("a", (1, 2, 3)), request_of("b", ABC[:7]), request_of("c", (4, 5))
     )
@@ -150,7 +139,7 @@ def test_prompts_share_a_step_in_order_of_arrival() -> None:
     assert [s.first_tokens for s in steps] == [["a"], ["b", "c"]]
 
 
-def test_no_more_sequences_run_than_the_profile_allows() -> None:
+def test_no_more_sequences_run_than_the_profile_allows():
     engine = engine_of()
     for i in range(5):
         engine.submit(request_of(str(i), (i,), max_tokens=9))
@@ -165,7 +154,7 @@ def test_no_more_sequences_run_than_the_profile_allows() -> None:
 # Reuse
 
 
-def test_a_prompt_seen_before_is_reused_in_whole_blocks() -> None:
+def test_a_prompt_seen_before_is_reused_in_whole_blocks():
     engine = engine_of()
     serve(engine, request_of("first", ABC))
 
@@ -175,7 +164,7 @@ def test_a_prompt_seen_before_is_reused_in_whole_blocks() -> None:
     assert steps[0].prefill_tokens == 13 - 8
 
 
-def test_the_last_token_of_a_wholly_cached_prompt_is_computed_again() -> None:
+def test_the_last_token_of_a_wholly_cached_prompt_is_computed_again():
     engine = engine_of()
     serve(engine, request_of("first", ABC[:8]))
 
@@ -185,7 +174,7 @@ def test_the_last_token_of_a_wholly_cached_prompt_is_computed_again() -> None:
     assert steps[0].prefill_tokens == 4
 
 
-def test_the_next_turn_of_a_chat_reuses_generated_blocks() -> None:
+def test_the_next_turn_of_a_chat_reuses_generated_blocks():
     engine = engine_of()
     turn = request_of("turn 1", ABC, max_tokens=7)
     serve(engine, turn)
@@ -197,7 +186,7 @@ def test_the_next_turn_of_a_chat_reuses_generated_blocks() -> None:
     assert cached_tokens(steps) == {"turn 2": 16}
 
 
-def test_prompts_admitted_in_one_step_share_their_blocks() -> None:
+def test_prompts_admitted_in_one_step_share_their_blocks():
     engine = engine_of()
     for name in ("a", "b"):
         engine.submit(request_of(name, ABC[:5], max_tokens=2))
@@ -211,7 +200,7 @@ def test_prompts_admitted_in_one_step_share_their_blocks() -> None:
     assert engine.metrics().gpu_cache_usage_perc == 3 / 16
 
 
-def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
+def test_blocks_computed_twice_at_the_same_time_are_kept_once():
     engine = engine_of()
     first = request_of("first", ABC, max_tokens=7)
     tokens = (*ABC, *first.output_tokens(0, 2))  # the third block, half of it generated
@@ -229,7 +218,7 @@ def test_blocks_computed_twice_at_the_same_time_are_kept_once() -> None:
     assert engine.metrics().kv_active_blocks == 3 + 0 + 1
 
 
-def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last() -> None:
+def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last():
     a, b, c = hashes(range(12))
     pool = BlockPool(8, 0, lambda: 0.0)
     assert (pool.acquire((), 2), pool.acquire((), 3)) == (0, 0)
@@ -238,7 +227,7 @@ def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last
     assert pool.take_events() == [Stored((a, b), None), Stored((c,), b)]
 
 
-def test_the_hit_rate_is_cached_over_all_prompt_tokens() -> None:
+def test_the_hit_rate_is_cached_over_all_prompt_tokens():
     engine = engine_of()
 
     serve(engine, request_of("first", ABC))
@@ -247,7 +236,7 @@ def test_the_hit_rate_is_cached_over_all_prompt_tokens() -> None:
     assert engine.metrics().gpu_prefix_cache_hit_rate == 8 / 20
 
 
-def test_the_hit_rate_forgets_all_but_the_last_thousand_requests() -> None:
+def test_the_hit_rate_forgets_all_but_the_last_thousand_requests():
     engine = engine_of()
     serve(engine, request_of("cold", ABC))
 
@@ -258,9 +247,7 @@ def test_the_hit_rate_forgets_all_but_the_last_thousand_requests() -> None:
 
 
 @pytest.mark.parametrize(("host_blocks", "idle_s"), [(0, [0, 70]), (3, [0, 0, 70])])
-def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier(
-    host_blocks: int, idle_s: list[int]
-) -> None:
+def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier(host_blocks, idle_s):
     """Each request takes the whole pool of three blocks, and fills two of them."""
     now_s = 100.0
     engine = engine_of(3, host_blocks=host_blocks, now=lambda: now_s)
@@ -276,13 +263,13 @@ def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier(
 # Events
 
 
-def test_blocks_are_published_once_computed_from_the_root_outward() -> None:
+def test_blocks_are_published_once_computed_from_the_root_outward():
     engine = engine_of()
     request = request_of("r", ABC, max_tokens=8)
     a, b, c, d = hashes((*ABC, *request.output_tokens(0, 6)))
     engine.submit(request)
 
-    events_of_step: list[list[CacheEvent]] = []
+    events_of_step = []
     while engine.step() is not None:
         events_of_step.append(engine.take_events())
 
@@ -294,7 +281,7 @@ def test_blocks_are_published_once_computed_from_the_root_outward() -> None:
     assert [i for i, events in enumerate(events_of_step) if events] == [0, 3, 7]
 
 
-def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first() -> None:
+def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first():
     engine = engine_of(pool_blocks=6, profile=WIDE)
     a1, a2 = hashes(ABC)
     b1, _ = hashes(ABC[2:])
@@ -308,7 +295,7 @@ def test_tails_are_evicted_before_their_parents_and_the_oldest_request_first() -
     assert engine.take_events()[0] == Removed((hashes(ABC[2:])[1], b1))
 
 
-def test_recently_used_blocks_are_not_the_next_to_be_evicted() -> None:
+def test_recently_used_blocks_are_not_the_next_to_be_evicted():
     engine = engine_of(pool_blocks=6, profile=WIDE)
     serve(engine, request_of("a", ABC), request_of("b", ABC[2:]))
     serve(engine, request_of("a again", ABC))
@@ -322,12 +309,12 @@ def test_recently_used_blocks_are_not_the_next_to_be_evicted() -> None:
 # Space
 
 
-def first_steps(steps: list[EngineStep]) -> dict[str, int]:
+def first_steps(steps):
     """In which step, counted from 1, each request got its first token."""
     return {request_id: i + 1 for i, s in enumerate(steps) for request_id in s.first_tokens}
 
 
-def test_a_request_waits_until_its_prompt_fits_and_is_not_overtaken() -> None:
+def test_a_request_waits_until_its_prompt_fits_and_is_not_overtaken():
     engine = engine_of(pool_blocks=4)
     engine.submit(request_of("running", ABC[:4], max_tokens=7))  # 2 blocks from its second token on
     engine.submit(request_of("large", range(10), max_tokens=1))  # 3 blocks
@@ -341,7 +328,7 @@ def test_a_request_waits_until_its_prompt_fits_and_is_not_overtaken() -> None:
     assert first_steps(steps) == {"running": 1, "large": 8, "small": 8}
 
 
-def test_where_no_block_is_left_the_youngest_is_preempted_and_is_the_next_to_be_admitted() -> None:
+def test_where_no_block_is_left_the_youngest_is_preempted_and_is_the_next_to_be_admitted():
     engine = engine_of(pool_blocks=5)
     for name, first in (("old", 0), ("young", 10), ("next", 20)):
         engine.submit(request_of(name, range(first, first + 4), max_tokens=5))
@@ -358,7 +345,7 @@ def test_where_no_block_is_left_the_youngest_is_preempted_and_is_the_next_to_be_
     assert (steps[5].prefill_tokens, first_steps(steps)["small"]) == (1 + 1, 6)
 
 
-def test_what_was_generated_is_computed_again_and_each_token_comes_once() -> None:
+def test_what_was_generated_is_computed_again_and_each_token_comes_once():
     engine = engine_of(pool_blocks=4)
     engine.submit(request_of("old", ABC[:4], max_tokens=9))
     engine.submit(request_of("young", range(3), max_tokens=9))
@@ -376,7 +363,7 @@ def test_what_was_generated_is_computed_again_and_each_token_comes_once() -> Non
     assert engine.num_preemptions == 1
 
 
-def test_a_preempted_request_can_be_cancelled() -> None:
+def test_a_preempted_request_can_be_cancelled():
     engine = engine_of(pool_blocks=4)
     engine.submit(request_of("old", ABC[:4], max_tokens=9))
     engine.submit(request_of("young", range(3), max_tokens=9))
@@ -389,7 +376,7 @@ def test_a_preempted_request_can_be_cancelled() -> None:
     assert [f.request_id for step in drain(engine) for f in step.finished] == ["old"]
 
 
-def test_an_engine_that_keeps_room_for_answers_admits_later_and_preempts_none() -> None:
+def test_an_engine_that_keeps_room_for_answers_admits_later_and_preempts_none():
     engine = engine_of(pool_blocks=5, profile=replace(EASY, keeps_room=True))
     engine.submit(request_of("running", ABC[:4], max_tokens=8))  # 3 blocks of 5
     engine.submit(request_of("large", range(10), max_tokens=2))  # 3 blocks
@@ -402,7 +389,7 @@ def test_an_engine_that_keeps_room_for_answers_admits_later_and_preempts_none() 
     assert engine.num_preemptions == 0
 
 
-def test_a_request_larger_than_the_pool_is_refused_with_both_sizes() -> None:
+def test_a_request_larger_than_the_pool_is_refused_with_both_sizes():
     engine = engine_of(pool_blocks=4)
     serve(engine, request_of("fits", ABC, max_tokens=6))
 
@@ -411,7 +398,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_both_sizes() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
-def test_a_cancelled_request_releases_all_that_it_held(steps_before: int) -> None:
+def test_a_cancelled_request_releases_all_that_it_held(steps_before):
     engine = engine_of()
     engine.submit(request_of("r", ABC, max_tokens=4))
     for _ in range(steps_before):  # waiting, half prefilled, prefilled, decoding
@@ -428,7 +415,7 @@ def test_a_cancelled_request_releases_all_that_it_held(steps_before: int) -> Non
     assert metrics.gpu_cache_usage_perc == 0
 
 
-def test_blocks_of_a_cancelled_request_are_reused() -> None:
+def test_blocks_of_a_cancelled_request_are_reused():
     engine = engine_of()
     engine.submit(request_of("first", ABC))
     engine.step()  # 8 of 10 tokens
@@ -437,7 +424,7 @@ def test_blocks_of_a_cancelled_request_are_reused() -> None:
     assert cached_tokens(serve(engine, request_of("second", ABC))) == {"second": 8}
 
 
-def test_cancelling_leaves_the_blocks_that_others_use() -> None:
+def test_cancelling_leaves_the_blocks_that_others_use():
     engine = engine_of()
     for name in ("a", "b"):
         engine.submit(request_of(name, ABC[:5], max_tokens=2))
@@ -453,7 +440,7 @@ def test_cancelling_leaves_the_blocks_that_others_use() -> None:
 # Host tier
 
 
-def test_evicted_blocks_are_published_on_the_host_before_they_leave_the_device() -> None:
+def test_evicted_blocks_are_published_on_the_host_before_they_leave_the_device():
     engine = engine_of(pool_blocks=4, profile=WIDE, host_blocks=4)
     a, b = hashes(ABC)
     serve(engine, request_of("first", ABC))
@@ -464,7 +451,7 @@ def test_evicted_blocks_are_published_on_the_host_before_they_leave_the_device()
     assert engine.take_events()[:2] == [Stored((a, b), None, Tier.HOST), Removed((b, a))]
 
 
-def test_host_blocks_are_loaded_back_at_the_hosts_rate() -> None:
+def test_host_blocks_are_loaded_back_at_the_hosts_rate():
     engine = engine_of(pool_blocks=4, profile=WIDE, host_blocks=4)
     a, b = hashes(ABC)
     serve(engine, request_of("first", ABC), request_of("second", range(13)))
@@ -480,7 +467,7 @@ def test_host_blocks_are_loaded_back_at_the_hosts_rate() -> None:
     assert engine.take_events()[-2:] == [Stored((a, b), None), Removed((a, b), Tier.HOST)]
 
 
-def test_a_chain_split_between_the_tiers_is_reused_as_a_whole() -> None:
+def test_a_chain_split_between_the_tiers_is_reused_as_a_whole():
     engine = engine_of(pool_blocks=4, profile=WIDE, host_blocks=4)
     _, b, c = hashes(range(12))
     serve(engine, request_of("first", range(12), max_tokens=2))
@@ -494,7 +481,7 @@ def test_a_chain_split_between_the_tiers_is_reused_as_a_whole() -> None:
     assert engine.take_events()[-2:] == [Stored((c,), b), Removed((c,), Tier.HOST)]
 
 
-def test_a_full_host_tier_drops_its_oldest_tails() -> None:
+def test_a_full_host_tier_drops_its_oldest_tails():
     engine = engine_of(pool_blocks=4, profile=WIDE, host_blocks=1)
     _, b = hashes(ABC)
     serve(engine, request_of("first", ABC))
@@ -506,7 +493,7 @@ def test_a_full_host_tier_drops_its_oldest_tails() -> None:
     assert cached_tokens(serve(engine, request_of("third", ABC))) == {"third": 4}
 
 
-def test_a_block_computed_again_leaves_the_host() -> None:
+def test_a_block_computed_again_leaves_the_host():
     engine = engine_of(pool_blocks=4, profile=WIDE, host_blocks=4)
     a, b = hashes(ABC[:8])
     serve(engine, request_of("first", ABC[:8]), request_of("second", range(13)))
@@ -533,12 +520,12 @@ def test_a_block_computed_again_leaves_the_host() -> None:
         (SimRequest("r", hashes(ABC), (1,), 10, 1), "not 10 prompt tokens"),
     ],
 )
-def test_an_invalid_request_is_refused(request_: SimRequest, message: str) -> None:
+def test_an_invalid_request_is_refused(request_, message):
     with pytest.raises(ValueError, match=message):
         engine_of().submit(request_)
 
 
-def test_an_id_in_use_is_refused_until_its_request_has_finished() -> None:
+def test_an_id_in_use_is_refused_until_its_request_has_finished():
     engine = engine_of()
     engine.submit(request_of("r", ABC))
 
@@ -552,12 +539,12 @@ def test_an_id_in_use_is_refused_until_its_request_has_finished() -> None:
     engine.submit(request_of("r", ABC))
 
 
-def test_a_pool_without_a_single_block_is_refused() -> None:
+def test_a_pool_without_a_single_block_is_refused():
     with pytest.raises(ValueError, match="smaller than one block"):
         engine_of(pool_blocks=0)
 
 
-def test_a_request_has_its_full_blocks_and_the_tokens_after_them() -> None:
+def test_a_request_has_its_full_blocks_and_the_tokens_after_them():
     request = request_of("r", ABC)
 
     assert request.blocks == hashes(ABC)
@@ -566,7 +553,7 @@ def test_a_request_has_its_full_blocks_and_the_tokens_after_them() -> None:
     assert request.prompt_tokens == 10
 
 
-def test_output_depends_on_the_prompt_alone() -> None:
+def test_output_depends_on_the_prompt_alone():
     output = request_of("r", ABC).output_tokens(0, 5)
 
     assert request_of("other", ABC).output_tokens(2, 5) == output[2:]
@@ -578,7 +565,7 @@ def test_output_depends_on_the_prompt_alone() -> None:
 # Everything at once
 
 
-def test_check_detects_a_lost_block() -> None:
+def test_check_detects_a_lost_block():
     engine = engine_of()
     engine.submit(request_of("r", ABC, max_tokens=9))
     engine.step()
@@ -590,7 +577,7 @@ def test_check_detects_a_lost_block() -> None:
         engine.check()
 
 
-def replay(held: dict[Tier, set[SequenceHash]], event: CacheEvent) -> None:
+def replay(held, event):
     match event:
         case Stored():
             path = (*((event.parent,) if event.parent is not None else ()), *event.blocks)
@@ -605,14 +592,14 @@ def replay(held: dict[Tier, set[SequenceHash]], event: CacheEvent) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_under_random_work_the_books_balance_and_events_match_the_pool(seed: int) -> None:
+def test_under_random_work_the_books_balance_and_events_match_the_pool(seed):
     rng = random.Random(seed)
     engine = engine_of(pool_blocks=24, host_blocks=rng.choice([0, 10]))
-    held: dict[Tier, set[SequenceHash]] = {Tier.DEVICE: set(), Tier.HOST: set()}
+    held = {Tier.DEVICE: set(), Tier.HOST: set()}
     chats = [[rng.randrange(9)] for _ in range(6)]
-    seen: set[SequenceHash] = set()
-    submitted: dict[str, int] = {}
-    emitted: dict[str, int] = {}
+    seen = set()
+    submitted = {}
+    emitted = {}
     cancelled = set()
 
     for i in range(600):
@@ -653,7 +640,7 @@ def test_under_random_work_the_books_balance_and_events_match_the_pool(seed: int
 
 
 @pytest.mark.parametrize("host_blocks", [0, 8])
-def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
+def test_quiet_steps_can_be_skipped(host_blocks):
     """Skipping them at once leaves the same engine, after the same time, as taking each step."""
     engines = [engine_of(32, host_blocks=host_blocks) for _ in range(2)]
     for engine in engines:
@@ -683,7 +670,7 @@ def test_quiet_steps_can_be_skipped(host_blocks: int) -> None:
     assert skipped > 5
 
 
-def test_no_step_is_quiet_while_a_request_waits_or_prefills() -> None:
+def test_no_step_is_quiet_while_a_request_waits_or_prefills():
     engine = engine_of(32)
     assert engine.quiet_steps() == 0
     engine.submit(request_of("a", ABC * 2, max_tokens=9))

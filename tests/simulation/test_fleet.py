@@ -1,7 +1,5 @@
 """Workers that join, leave, crash and slow down in virtual time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -10,14 +8,14 @@ import pytest
 from app.core.loads import Load
 from app.core.types import SequenceHash
 from app.simulation.fleet import SimFleet
-from app.simulation.flights import SimAnswer, SimLoss
+from app.simulation.flights import SimLoss
 from app.simulation.profiles import USUAL
 from app.simulation.setting import Setting, Sharing
 from app.simulation.steps import SimRequest
 from app.simulation.worker import Status
 
 
-def request(name: str, *, blocks: int = 4, output_tokens: int = 10, first: int = 0) -> SimRequest:
+def request(name, *, blocks=4, output_tokens=10, first=0):
     """A prompt of `blocks` blocks of 256 tokens, whose hashes count up from `first`."""
     chain = tuple(SequenceHash(first + i + 1) for i in range(blocks))
     return SimRequest(name, chain, (), 256 * blocks, output_tokens)
@@ -26,26 +24,26 @@ def request(name: str, *, blocks: int = 4, output_tokens: int = 10, first: int =
 class PlayedFleet:
     """A fleet, and the answers that its requests got."""
 
-    def __init__(self, setting: Setting, policy: str = "least_loaded") -> None:
+    def __init__(self, setting, policy="least_loaded"):
         self.fleet = SimFleet(policy, setting)
-        self.answers: dict[str, SimAnswer] = {}
+        self.answers = {}
 
-    def ask(self, when_s: float, *requests: SimRequest) -> None:
+    def ask(self, when_s, *requests):
         for one in requests:
             self.fleet.at(when_s, lambda _, one=one: self.fleet.ask(one, self._keep))
 
-    def _keep(self, answer: SimAnswer, _: float) -> None:
+    def _keep(self, answer, _):
         self.answers[answer.request.request_id] = answer
 
-    def worker_of(self, name: str) -> int | None:
+    def worker_of(self, name):
         return self.answers[name].worker
 
 
-def burst(size: int, prefix: str, **how: int) -> list[SimRequest]:
+def burst(size, prefix, **how):
     return [request(f"{prefix}{i}", first=1000 * i, **how) for i in range(size)]
 
 
-def test_a_worker_gets_requests_only_once_it_has_started() -> None:
+def test_a_worker_gets_requests_only_once_it_has_started():
     played = PlayedFleet(Setting(num_workers=1))
     played.fleet.at(10.0, lambda _: played.fleet.join(USUAL, startup_s=60.0))
     played.ask(69.0, *burst(4, "early"))
@@ -58,7 +56,7 @@ def test_a_worker_gets_requests_only_once_it_has_started() -> None:
     assert joined.held_s(110.0) == 100.0
 
 
-def test_a_worker_that_joins_has_an_empty_cache() -> None:
+def test_a_worker_that_joins_has_an_empty_cache():
     played = PlayedFleet(Setting(num_workers=1), "latency")
     played.ask(0.0, request("first"))
     played.fleet.at(20.0, lambda _: played.fleet.join(USUAL))
@@ -69,7 +67,7 @@ def test_a_worker_that_joins_has_an_empty_cache() -> None:
     assert played.fleet.workers[1].holdings.overlap(request("again").blocks, 60.0) == (0, 0)
 
 
-def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> None:
+def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more():
     played = PlayedFleet(Setting(num_workers=2))
     played.ask(0.0, *burst(4, "before", output_tokens=200))
     played.fleet.at(1.0, lambda _: played.fleet.drain(1))
@@ -86,7 +84,7 @@ def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more() -> Non
     assert leaving.held_s(until_s=1000.0) == max(ends)
 
 
-def test_a_request_decided_just_before_the_drain_is_decided_again() -> None:
+def test_a_request_decided_just_before_the_drain_is_decided_again():
     played = PlayedFleet(Setting(num_workers=2, trip_s=0.5))
     played.ask(1.0, *burst(2, "r"))
     played.fleet.at(1.2, lambda _: played.fleet.drain(1))
@@ -96,7 +94,7 @@ def test_a_request_decided_just_before_the_drain_is_decided_again() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.STARTING, Status.LIVE])
-def test_a_worker_without_requests_leaves_at_once(status: Status) -> None:
+def test_a_worker_without_requests_leaves_at_once(status):
     fleet = PlayedFleet(Setting(num_workers=1)).fleet
     place = fleet.join(USUAL, startup_s=30.0 if status is Status.STARTING else 0.0)
     assert fleet.workers[place].status is status
@@ -106,7 +104,7 @@ def test_a_worker_without_requests_leaves_at_once(status: Status) -> None:
 
 
 @pytest.mark.parametrize("sharing", list(Sharing))
-def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
+def test_a_crash_loses_only_answers_that_have_begun(sharing):
     played = PlayedFleet(Setting(num_workers=2, replicas=2, sharing=sharing), "round_robin")
     # A prompt of 25,600 tokens prefills for over two seconds. Each replica goes round the workers.
     for n, one in enumerate(burst(4, "long", blocks=100)):
@@ -128,8 +126,8 @@ def test_a_crash_loses_only_answers_that_have_begun(sharing: Sharing) -> None:
 
 
 @pytest.mark.parametrize("slowed_s", [0.0, 2.0])
-def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> None:
-    def end_s(slowness: float) -> float:
+def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s):
+    def end_s(slowness):
         played = PlayedFleet(Setting(num_workers=1))
         played.ask(0.0, request("r", output_tokens=200))
         played.fleet.at(slowed_s, lambda _: played.fleet.slow(0, slowness))
@@ -143,7 +141,7 @@ def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s: float) -> 
     assert end_s(3.0) == pytest.approx(slowed_s + 3 * (usual_s - slowed_s), abs=0.2)
 
 
-def test_routers_learn_that_a_worker_has_become_slower() -> None:
+def test_routers_learn_that_a_worker_has_become_slower():
     played = PlayedFleet(Setting(num_workers=2), "latency")
     played.fleet.slow(1, 4.0)
     for second in range(300):
@@ -153,7 +151,7 @@ def test_routers_learn_that_a_worker_has_become_slower() -> None:
     assert late.count(0) > 2 * late.count(1)
 
 
-def test_blocks_counts_once_what_requests_in_flight_share() -> None:
+def test_blocks_counts_once_what_requests_in_flight_share():
     shared = [request(f"shared{i}", blocks=100, output_tokens=2000) for i in range(3)]
     alone = request("alone", blocks=150, first=1000, output_tokens=2000)
     played = PlayedFleet(Setting(num_workers=2), "blocks")
@@ -170,7 +168,7 @@ def test_blocks_counts_once_what_requests_in_flight_share() -> None:
     assert [played.worker_of(name) for name in ("small", "cached", "last")] == [0, 0, 1]
 
 
-def test_requests_wait_in_line_by_their_priority() -> None:
+def test_requests_wait_in_line_by_their_priority():
     setting = Setting(num_workers=1, wait_above_s=0.5, priorities=True)
     played = PlayedFleet(setting, "latency")
     jobs = [replace(one, priority="low") for one in burst(40, "job", blocks=8)]
@@ -184,8 +182,8 @@ def test_requests_wait_in_line_by_their_priority() -> None:
     assert max(firsts.values()) > 5.0
 
 
-def test_nobody_waits_while_a_worker_is_open() -> None:
-    def answered_s(above_s: float | None) -> list[float | None]:
+def test_nobody_waits_while_a_worker_is_open():
+    def answered_s(above_s):
         played = PlayedFleet(Setting(num_workers=2, wait_above_s=above_s), "latency")
         played.ask(0.0, *burst(6, "r"))
         played.fleet.run()

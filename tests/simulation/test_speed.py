@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -17,28 +15,23 @@ FULL_STEP_S_PER_TOKEN = (0.002 + 0.0086 + 72.3e-6 * 2048) / 2048  # 77.5 us
 
 
 def step_of(
-    duration_s: float = 1.0,
+    duration_s=1.0,
     *,
-    load_s: float = 0.0,
-    loaded: int = 0,
-    prefill: int = 0,
-    pairs: float = 0.0,
-    decoding: int = 0,
-    context: int = 0,
-    finished: tuple[int, ...] = (),
-) -> EngineStep:
+    load_s=0.0,
+    loaded=0,
+    prefill=0,
+    pairs=0.0,
+    decoding=0,
+    context=0,
+    finished=(),
+):
     ended = [Finished(str(i), 1, 0, output) for i, output in enumerate(finished)]
     return EngineStep(duration_s, load_s, loaded, prefill, pairs, decoding, context, [], [], ended)
 
 
 def learn(
-    defaults: Speed = DEFAULT_SPEED,
-    *,
-    speedup: float = 1.0,
-    prompts: tuple[int, int] = (1000, 12000),
-    concurrency: int = 24,
-    num_requests: int = 150,
-) -> Speed:
+    defaults=DEFAULT_SPEED, *, speedup=1.0, prompts=(1000, 12000), concurrency=24, num_requests=150
+):
     """Serve random requests with a 70B model, at a concurrency that varies in a slow wave."""
     engine = SimEngine(H100, block_size=16, now=lambda: 0.0)
     learner = SpeedLearner(H100.max_batch_tokens, defaults)
@@ -58,12 +51,12 @@ def learn(
     return learner.speed()
 
 
-def test_without_steps_the_defaults_apply() -> None:
+def test_without_steps_the_defaults_apply():
     assert SpeedLearner(2048).speed() == DEFAULT_SPEED
 
 
 @pytest.mark.parametrize("off_by", [1 / 3, 1, 3])
-def test_the_constants_of_a_70b_model_are_learned_from_its_steps(off_by: float) -> None:
+def test_the_constants_of_a_70b_model_are_learned_from_its_steps(off_by):
     speed = learn(sped_up(DEFAULT_SPEED, off_by))
 
     assert speed.prefill_s_per_token == pytest.approx(FULL_STEP_S_PER_TOKEN, rel=0.03)
@@ -72,13 +65,13 @@ def test_the_constants_of_a_70b_model_are_learned_from_its_steps(off_by: float) 
     assert speed.mean_output_tokens == pytest.approx(100, abs=20)  # from 300
 
 
-def test_the_share_of_each_decoding_request_is_learned_when_their_number_varies() -> None:
+def test_the_share_of_each_decoding_request_is_learned_when_their_number_varies():
     speed = learn(prompts=(100, 800), concurrency=60, num_requests=400)
 
     assert speed.decode_s_per_seq == pytest.approx(41.5e-6 + 54.5e-6, rel=0.1)
 
 
-def test_short_prompts_alone_do_not_make_long_ones_look_expensive() -> None:
+def test_short_prompts_alone_do_not_make_long_ones_look_expensive():
     """With small chunks the two lines of the step time look like one curve."""
     speed = learn(prompts=(100, 800), concurrency=4)
 
@@ -87,7 +80,7 @@ def test_short_prompts_alone_do_not_make_long_ones_look_expensive() -> None:
     assert seconds == pytest.approx(truly, rel=0.1)
 
 
-def test_a_worker_sped_up_20_times_learns_times_20_times_shorter() -> None:
+def test_a_worker_sped_up_20_times_learns_times_20_times_shorter():
     fast = learn(sped_up(DEFAULT_SPEED, 20), speedup=20)
 
     slow = sped_up(learn(), 20)
@@ -96,12 +89,12 @@ def test_a_worker_sped_up_20_times_learns_times_20_times_shorter() -> None:
     assert fast.mean_output_tokens == slow.mean_output_tokens
 
 
-def test_a_speed_up_shortens_every_time_but_no_output() -> None:
+def test_a_speed_up_shortens_every_time_but_no_output():
     speed = Speed(10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
     assert sped_up(speed, 10) == Speed(1, 2, 3, 4, 5, 6, 70, 8, 9, 10)
 
 
-def test_old_steps_are_forgotten() -> None:
+def test_old_steps_are_forgotten():
     learner = SpeedLearner(2048)
     for seconds_per_token in (4e-4, 1e-4):
         for i in range(20000):
@@ -111,7 +104,7 @@ def test_old_steps_are_forgotten() -> None:
     assert learner.speed().prefill_s_per_token == pytest.approx(1e-4, rel=0.01)
 
 
-def test_learned_values_are_never_negative() -> None:
+def test_learned_values_are_never_negative():
     learner = SpeedLearner(2048)
     for i in range(1000):  # more work takes less time: absurd, but a clock may say so
         busy = i % 10
@@ -125,7 +118,7 @@ def test_learned_values_are_never_negative() -> None:
     assert min(speed.decode_s_per_kv_token, speed.prefill_s_per_token) >= 0
 
 
-def test_loading_from_the_host_is_learned_separately_from_computing() -> None:
+def test_loading_from_the_host_is_learned_separately_from_computing():
     learner = SpeedLearner(2048)
     for i in range(50):
         loaded = 4096 * (1 + i % 7)
@@ -139,7 +132,7 @@ def test_loading_from_the_host_is_learned_separately_from_computing() -> None:
     assert learner.speed().prefill_s_per_token == pytest.approx(0.5e-4, rel=0.1)
 
 
-def test_a_discounted_load_counts_only_until_there_is_another() -> None:
+def test_a_discounted_load_counts_only_until_there_is_another():
     learner = SpeedLearner(2048)
     learner.observe_load(Tier.DISK, 1000, 1.0)
 
@@ -150,7 +143,7 @@ def test_a_discounted_load_counts_only_until_there_is_another() -> None:
     assert learner.speed().disk_s_per_token == pytest.approx(1e-4, rel=0.01)
 
 
-def test_the_mean_output_follows_the_requests_that_finish() -> None:
+def test_the_mean_output_follows_the_requests_that_finish():
     learner = SpeedLearner(2048, replace(DEFAULT_SPEED, mean_output_tokens=100.0))
 
     learner.observe(step_of(finished=(122,)), 1.0)
@@ -165,10 +158,10 @@ def test_the_mean_output_follows_the_requests_that_finish() -> None:
     assert learner.speed().mean_output_tokens == pytest.approx(100, rel=0.05)
 
 
-def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does() -> None:
+def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does():
     learner = SpeedLearner(256)
 
-    def after(seconds: float, num_steps: int) -> float:
+    def after(seconds, num_steps):
         """Seconds of a full step, as learned."""
         for _ in range(num_steps):
             learner.observe(step_of(prefill=256), seconds)
@@ -181,7 +174,7 @@ def test_a_paused_process_does_not_look_slow_but_one_that_slows_down_does() -> N
     assert after(300.0, 1) == pytest.approx(3.0, rel=0.02)
 
 
-def test_a_worker_may_be_slow_from_its_first_step_on_but_soon_a_pause_is_noticed() -> None:
+def test_a_worker_may_be_slow_from_its_first_step_on_but_soon_a_pause_is_noticed():
     learner = SpeedLearner(256)
     for _ in range(20):
         learner.observe(step_of(prefill=256), 20.0)

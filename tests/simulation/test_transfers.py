@@ -1,7 +1,5 @@
 """Prompts that are computed on one worker and decoded on another, and prefixes that are fetched."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +22,7 @@ LINK = Link(bytes_per_s=USUAL.kv_bytes_per_token * 1000.0, first_s=0.5)
 PAIR = Setting(num_workers=2, link=LINK, roles=(Role.PREFILL, Role.DECODE), split_above=1)
 
 
-def alone_s(blocks: int, output_tokens: int) -> tuple[float, float]:
+def alone_s(blocks, output_tokens):
     """When the first token comes and the request ends, on one worker alone."""
     played = PlayedFleet(Setting(num_workers=1), "latency")
     played.ask(0.0, request("r", blocks=blocks, output_tokens=output_tokens))
@@ -35,13 +33,13 @@ def alone_s(blocks: int, output_tokens: int) -> tuple[float, float]:
     return answer.first_token_s, answer.end_s
 
 
-def first_token_s(played: PlayedFleet, name: str) -> float:
+def first_token_s(played, name):
     when_s = played.answers[name].first_token_s
     assert when_s is not None
     return when_s
 
 
-def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
+def test_a_split_prompt_is_computed_travels_and_is_decoded():
     played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("r", blocks=8))
     played.fleet.run()
@@ -57,7 +55,7 @@ def test_a_split_prompt_is_computed_travels_and_is_decoded() -> None:
         worker.engine.check()
 
 
-def test_only_what_the_target_lacks_travels() -> None:
+def test_only_what_the_target_lacks_travels():
     played = PlayedFleet(PAIR, "latency")
     played.fleet.warm(1, request("r", blocks=4))
     played.ask(0.0, request("r", blocks=8))
@@ -69,7 +67,7 @@ def test_only_what_the_target_lacks_travels() -> None:
     assert first_token_s(played, "r") == pytest.approx(expected_s, abs=1e-5)
 
 
-def test_transfers_of_one_source_share_its_link() -> None:
+def test_transfers_of_one_source_share_its_link():
     played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("a", blocks=4), request("b", blocks=4, first=100))
     played.fleet.run()
@@ -78,7 +76,7 @@ def test_transfers_of_one_source_share_its_link() -> None:
     assert apart_s == pytest.approx(1.023, abs=0.01)
 
 
-def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_first_token() -> None:
+def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_first_token():
     played = PlayedFleet(PAIR, "latency")
     played.ask(0.0, request("r", blocks=8, output_tokens=100))
     (books,) = (replica.books for replica in played.fleet.replicas)
@@ -98,7 +96,7 @@ def test_the_source_owes_its_prefill_until_computed_and_its_blocks_until_the_fir
         assert one.load == Load(head_since_ms=one.load.head_since_ms, total=1)
 
 
-def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
+def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed():
     fast = replace(LINK, bytes_per_s=USUAL.kv_bytes_per_token * 1e6, first_s=0.001)
     played = PlayedFleet(Setting(num_workers=2, link=fast), "latency")
     played.fleet.warm(0, request("long", blocks=40))
@@ -113,11 +111,11 @@ def test_a_prefix_is_fetched_from_a_busy_worker_and_the_rest_computed() -> None:
         worker.engine.check()
 
 
-def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
+def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder():
     """8,192 tokens, asked for 200 times within 2 s: fetches give 0.6 of the p99 of TTFT, even of a
     link on which they take a third of that."""
 
-    def p99_s(link: Link | None) -> float:
+    def p99_s(link):
         played = PlayedFleet(Setting(link=link), "latency")
         played.fleet.warm(0, request("hot", blocks=32))
         for i in range(200):
@@ -133,7 +131,7 @@ def test_a_prefix_that_many_ask_for_spreads_from_its_one_holder() -> None:
     assert p99_s(Link(100e9 / 8)) < 0.7 * p99_s(None)
 
 
-def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> None:
+def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are():
     played = PlayedFleet(PAIR, "latency")
     for i in range(20):
         played.ask(float(i), request(f"r{i}", first=100 * i, output_tokens=50))
@@ -143,7 +141,7 @@ def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> Non
     assert of_target.mean_output_tokens < 150
 
 
-def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
+def test_blocks_that_travel_are_not_counted_on_before_they_arrive():
     played = PlayedFleet(PAIR, "latency")
     asked = request("r", blocks=32)
     played.ask(0.0, asked)
@@ -154,7 +152,7 @@ def test_blocks_that_travel_are_not_counted_on_before_they_arrive() -> None:
     assert [one.in_flight.overlap(asked.blocks) for one in books] == [0, 0]
 
 
-def test_a_request_waits_for_a_prefix_that_is_on_its_way() -> None:
+def test_a_request_waits_for_a_prefix_that_is_on_its_way():
     """Eight of nine blocks come after 2.5 s, in which it could have computed them."""
     played = PlayedFleet(Setting(num_workers=1), "latency")
     asked, (worker,) = request("r", blocks=9), played.fleet.workers
@@ -167,8 +165,8 @@ def test_a_request_waits_for_a_prefix_that_is_on_its_way() -> None:
     assert first_token_s(played, "r") == pytest.approx(2.5 + step_s, abs=1e-5)
 
 
-def test_received_tokens_are_of_no_use_behind_a_gap() -> None:
-    def prefilled(received: Received) -> int:
+def test_received_tokens_are_of_no_use_behind_a_gap():
+    def prefilled(received):
         engine = SimEngine(USUAL, block_size=256, now=lambda: 0.0)
         engine.submit(request("r", blocks=4), received)
         step = engine.step()
@@ -180,7 +178,7 @@ def test_received_tokens_are_of_no_use_behind_a_gap() -> None:
     assert prefilled(Received(256, 1023)) == 1024
 
 
-def test_held_blocks_are_not_evicted_until_let_go() -> None:
+def test_held_blocks_are_not_evicted_until_let_go():
     engine = SimEngine(USUAL, block_size=256, now=lambda: 0.0, kv_pool_tokens=8 * 256)
     held = request("held", blocks=4)
     engine.warm(held)
@@ -197,9 +195,7 @@ def test_held_blocks_are_not_evicted_until_let_go() -> None:
 
 @pytest.mark.parametrize("crashed", [0, 1])
 @pytest.mark.parametrize("when_s", [0.1, 1.0])
-def test_a_request_whose_source_or_target_crashes_is_decided_again(
-    crashed: int, when_s: float
-) -> None:
+def test_a_request_whose_source_or_target_crashes_is_decided_again(crashed, when_s):
     both = replace(PAIR, num_workers=4, roles=(Role.PREFILL, Role.DECODE) * 2)
     played = PlayedFleet(both, "latency")
     # The rest of the fleet comes to be used only after the crash.
@@ -217,7 +213,7 @@ def test_a_request_whose_source_or_target_crashes_is_decided_again(
         worker.engine.check()
 
 
-def test_a_fleet_of_prefill_workers_answers_nothing() -> None:
+def test_a_fleet_of_prefill_workers_answers_nothing():
     played = PlayedFleet(replace(PAIR, num_workers=1), "latency")
     played.ask(0.0, request("r"))
     played.fleet.run()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 
@@ -16,26 +14,26 @@ PATIENCE_S = 0.01
 class Nodes:
     """Nodes to ask. asked: in which order they were; cancelled: those that had yet to answer."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.cancelled: list[str] = []
+    def __init__(self):
+        self.asked = []
+        self.cancelled = []
 
-    def answering(self, name: str) -> Ask:
-        async def ask() -> str:
+    def answering(self, name):
+        async def ask():
             self.asked.append(name)
             return name
 
         return ask
 
-    def failing(self, name: str) -> Ask:
-        async def ask() -> str:
+    def failing(self, name):
+        async def ask():
             self.asked.append(name)
             raise ConnectionError(f"{name} is gone")
 
         return ask
 
-    def hanging(self, name: str) -> Ask:
-        async def ask() -> str:
+    def hanging(self, name):
+        async def ask():
             self.asked.append(name)
             try:
                 await asyncio.Event().wait()
@@ -47,13 +45,13 @@ class Nodes:
         return ask
 
 
-async def test_only_the_first_node_is_asked_if_it_answers() -> None:
+async def test_only_the_first_node_is_asked_if_it_answers():
     nodes = Nodes()
     assert await first_answer([nodes.answering("a"), nodes.answering("b")], PATIENCE_S) == "a"
     assert nodes.asked == ["a"]
 
 
-async def test_the_next_node_is_asked_when_one_fails_or_hangs() -> None:
+async def test_the_next_node_is_asked_when_one_fails_or_hangs():
     nodes = Nodes()
     asks = [nodes.failing("a"), nodes.hanging("b"), nodes.answering("c")]
     assert await first_answer(asks, PATIENCE_S) == "c"
@@ -61,18 +59,18 @@ async def test_the_next_node_is_asked_when_one_fails_or_hangs() -> None:
     assert nodes.cancelled == ["b"]
 
 
-async def test_if_all_nodes_fail_the_last_failure_is_raised() -> None:
+async def test_if_all_nodes_fail_the_last_failure_is_raised():
     nodes = Nodes()
     with pytest.raises(ConnectionError, match="b is gone"):
         await first_answer([nodes.failing("a"), nodes.failing("b")], PATIENCE_S)
 
 
-async def test_questions_to_hanging_nodes_are_cancelled_with_who_asks() -> None:
+async def test_questions_to_hanging_nodes_are_cancelled_with_who_asks():
     nodes = Nodes()
     asks = [nodes.hanging("a"), nodes.hanging("b")]
     asking = asyncio.ensure_future(first_answer(asks, PATIENCE_S))
 
-    async def asked() -> list[str]:
+    async def asked():
         return nodes.asked
 
     await eventually(asked, lambda names: names == ["a", "b"])
@@ -81,17 +79,17 @@ async def test_questions_to_hanging_nodes_are_cancelled_with_who_asks() -> None:
     assert sorted(nodes.cancelled) == ["a", "b"]
 
 
-async def test_the_answers_of_all_nodes_that_answer_soon_are_returned() -> None:
+async def test_the_answers_of_all_nodes_that_answer_soon_are_returned():
     nodes = Nodes()
     asks = [nodes.hanging("a"), nodes.answering("b"), nodes.failing("c")]
     assert sorted(await answers([*asks, nodes.answering("d")], PATIENCE_S)) == ["b", "d"]
     assert nodes.cancelled == ["a"]
 
 
-async def test_if_no_node_answers_soon_the_first_answer_is_waited_for() -> None:
+async def test_if_no_node_answers_soon_the_first_answer_is_waited_for():
     nodes, go_on = Nodes(), asyncio.Event()
 
-    async def slow() -> str:
+    async def slow():
         await go_on.wait()
         return "b"
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ class Certificate:
     key: Path
     certificate: Path
 
-    def options(self, port: int) -> list[str]:
+    def options(self, port):
         """Options with which a server also takes TLS connections, on `port`."""
         of_server = f"--tls-port {port} --tls-auth-clients no --tls-replication yes"
         files = f"--tls-key-file {self.key} --tls-cert-file {self.certificate}"
@@ -39,7 +38,7 @@ class Certificate:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     made = Certificate(folder / "key.pem", folder / "certificate.pem")
     command = [require_binary("openssl"), "req", "-x509", "-nodes", "-days", "1"]
@@ -51,7 +50,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 
 @pytest.fixture
-async def guarded(redis: Redis, one_redis_server: EmbeddedRedis) -> AsyncIterator[EmbeddedRedis]:
+async def guarded(redis, one_redis_server):
     """A server with the user USER."""
     await redis.acl_setuser(
         USER, enabled=True, passwords=[f"+{PASSWORD}"], keys="*", categories=["+@all"]
@@ -61,14 +60,12 @@ async def guarded(redis: Redis, one_redis_server: EmbeddedRedis) -> AsyncIterato
 
 
 @pytest.mark.parametrize("database", ["", "/", "/0"])
-async def test_a_server_is_reached_by_its_url(
-    one_redis_server: EmbeddedRedis, database: str
-) -> None:
+async def test_a_server_is_reached_by_its_url(one_redis_server, database):
     async with connect(f"redis://{LOOPBACK}:{one_redis_server.port}{database}") as redis:
         assert await redis.ping()
 
 
-async def test_a_database_is_chosen_in_the_path(one_redis_server: EmbeddedRedis) -> None:
+async def test_a_database_is_chosen_in_the_path(one_redis_server):
     async with (
         connect(f"redis://{LOOPBACK}:{one_redis_server.port}/3") as three,
         connect(f"redis://{LOOPBACK}:{one_redis_server.port}/?db=3") as also_three,
@@ -79,7 +76,7 @@ async def test_a_database_is_chosen_in_the_path(one_redis_server: EmbeddedRedis)
         assert await zero.get("a") is None
 
 
-async def test_a_unix_socket_is_reached_by_its_url(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_reached_by_its_url(tmp_path):
     path = tmp_path / "redis.sock"
     options = ["--unixsocket", str(path)]
     with EmbeddedRedis(require_redis(default_kind()), options=options):
@@ -87,21 +84,19 @@ async def test_a_unix_socket_is_reached_by_its_url(tmp_path: Path) -> None:
             assert await redis.ping()
 
 
-async def test_user_and_password_are_percent_decoded(guarded: EmbeddedRedis) -> None:
+async def test_user_and_password_are_percent_decoded(guarded):
     async with connect(f"redis://{IN_URL}{LOOPBACK}:{guarded.port}/0") as redis:
         assert await redis.acl_whoami() == USER
 
 
-async def test_a_wrong_password_is_reported_without_showing_it(guarded: EmbeddedRedis) -> None:
+async def test_a_wrong_password_is_reported_without_showing_it(guarded):
     async with connect(f"redis://router:secret@{LOOPBACK}:{guarded.port}/0") as redis:
         with pytest.raises(RedisUnavailable, match="AuthenticationError") as refused:
             await check_server(redis, timeout_s=5)
     assert "secret" not in str(refused.value)
 
 
-async def test_tls_connects_only_to_a_server_with_a_trusted_certificate(
-    certificate: Certificate,
-) -> None:
+async def test_tls_connects_only_to_a_server_with_a_trusted_certificate(certificate):
     port = free_port()
     with EmbeddedRedis(require_redis("redis-7"), options=certificate.options(port)):
         url = f"rediss://{LOOPBACK}:{port}/0"
@@ -112,9 +107,7 @@ async def test_tls_connects_only_to_a_server_with_a_trusted_certificate(
                 await check_server(redis, timeout_s=5)
 
 
-async def test_a_cluster_over_tls_is_unavailable_until_its_slots_are_assigned(
-    certificate: Certificate,
-) -> None:
+async def test_a_cluster_over_tls_is_unavailable_until_its_slots_are_assigned(certificate):
     port = free_port()
     options = [*certificate.options(port), "--tls-cluster", "yes", "--cluster-enabled", "yes"]
     options += ["--cluster-port", str(free_port())]
@@ -132,8 +125,8 @@ async def test_a_cluster_over_tls_is_unavailable_until_its_slots_are_assigned(
 
 
 async def test_a_sentinel_and_its_master_are_reached_over_tls_with_different_passwords(
-    certificate: Certificate, tmp_path: Path
-) -> None:
+    certificate, tmp_path
+):
     binary = require_redis("redis-7")
     port, sentinel_port = free_port(), free_port()
     config = tmp_path / "sentinel.conf"
@@ -181,7 +174,7 @@ async def test_a_sentinel_and_its_master_are_reached_over_tls_with_different_pas
         ("redis://host?max_connections=many", "Invalid value for 'max_connections'"),
     ],
 )
-def test_a_bad_url_is_refused_with_the_reason(url: str, message: str) -> None:
+def test_a_bad_url_is_refused_with_the_reason(url, message):
     with pytest.raises(ConfigError, match="REDIS_URL") as refused:
         connect(url)
     assert message in str(refused.value)
@@ -202,7 +195,7 @@ def test_a_bad_url_is_refused_with_the_reason(url: str, message: str) -> None:
         "redis://router:secret@host?nonsense=secret",
     ],
 )
-def test_a_bad_url_is_refused_without_showing_its_password(url: str) -> None:
+def test_a_bad_url_is_refused_without_showing_its_password(url):
     with pytest.raises(ConfigError) as refused:
         connect(url)
     assert "secret" not in str(refused.value)
@@ -218,7 +211,7 @@ def test_a_bad_url_is_refused_without_showing_its_password(url: str) -> None:
         ("", ("localhost", 6379)),
     ],
 )
-async def test_hosts_may_be_names_or_ipv6_addresses(host: str, address: tuple[str, int]) -> None:
+async def test_hosts_may_be_names_or_ipv6_addresses(host, address):
     for scheme in ("redis", "redis+cluster"):
         async with connect(f"{scheme}://{host}") as redis:
             chosen = redis.connection_pool.connection_kwargs
@@ -226,7 +219,7 @@ async def test_hosts_may_be_names_or_ipv6_addresses(host: str, address: tuple[st
 
 
 @pytest.fixture
-def server_with_policy(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
+def server_with_policy(request):
     options = ["--maxmemory-policy", request.param]
     with EmbeddedRedis(require_redis(default_kind()), options=options) as server:
         yield server
@@ -235,25 +228,21 @@ def server_with_policy(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis
 @pytest.mark.parametrize(
     "server_with_policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"], indirect=True
 )
-async def test_a_redis_that_would_evict_our_keys_is_refused(
-    server_with_policy: EmbeddedRedis,
-) -> None:
+async def test_a_redis_that_would_evict_our_keys_is_refused(server_with_policy):
     async with connect(server_with_policy.url) as redis:
         with pytest.raises(ConfigError, match=r"maxmemory-policy allkeys-\w+: .* noeviction"):
             await check_server(redis, timeout_s=5)
 
 
 @pytest.mark.parametrize("server_with_policy", ["noeviction", "volatile-lru"], indirect=True)
-async def test_a_redis_that_evicts_no_keys_without_a_ttl_is_accepted(
-    server_with_policy: EmbeddedRedis,
-) -> None:
+async def test_a_redis_that_evicts_no_keys_without_a_ttl_is_accepted(server_with_policy):
     async with connect(server_with_policy.url) as redis:
         await check_server(redis, timeout_s=5)
 
 
 async def test_a_redis_that_does_not_disclose_its_policy_is_accepted_with_a_warning(
-    guarded: EmbeddedRedis, redis: Redis, caplog: pytest.LogCaptureFixture
-) -> None:
+    guarded, redis, caplog
+):
     await redis.acl_setuser(USER, enabled=True, commands=["-info"])
     async with connect(f"redis://{IN_URL}{LOOPBACK}:{guarded.port}/0") as client:
         await check_server(client, timeout_s=5)
@@ -261,8 +250,8 @@ async def test_a_redis_that_does_not_disclose_its_policy_is_accepted_with_a_warn
 
 
 @pytest.mark.parametrize(("version", "refused"), [("6.0.16", True), ("6.2.0", False)])
-async def test_a_redis_that_is_too_old_is_refused(version: str, refused: bool) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_redis_that_is_too_old_is_refused(version, refused):
+    async def serve(reader, writer):
         info = f"redis_version:{version}".encode()
         while await reader.read(1000):
             writer.write(b"$%d\r\n%b\r\n" % (len(info), info))
@@ -279,10 +268,10 @@ async def test_a_redis_that_is_too_old_is_refused(version: str, refused: bool) -
                 await check_server(redis, timeout_s=5)
 
 
-async def test_a_command_whose_connection_failed_is_not_sent_again() -> None:
-    received: list[bytes] = []
+async def test_a_command_whose_connection_failed_is_not_sent_again():
+    received = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         received.append(await reader.read(1000))
         writer.close()
 
@@ -294,7 +283,7 @@ async def test_a_command_whose_connection_failed_is_not_sent_again() -> None:
     assert received == [b"*2\r\n$4\r\nINCR\r\n$1\r\na\r\n"]
 
 
-async def test_checking_an_unreachable_redis_raises_redis_unavailable() -> None:
+async def test_checking_an_unreachable_redis_raises_redis_unavailable():
     async with connect(f"redis://{LOOPBACK}:{free_port()}/0") as redis:
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await check_server(redis, timeout_s=5)
@@ -308,21 +297,19 @@ async def test_checking_an_unreachable_redis_raises_redis_unavailable() -> None:
         (TimeoutError("of a socket"), "TimeoutError: of a socket"),
     ],
 )
-async def test_a_deadline_reports_connection_and_redis_errors_as_redis_unavailable(
-    error: Exception, message: str
-) -> None:
+async def test_a_deadline_reports_connection_and_redis_errors_as_redis_unavailable(error, message):
     with pytest.raises(RedisUnavailable, match=f"^{message}$"):
         async with deadline(60):
             raise error
 
 
-async def test_a_deadline_leaves_other_errors_alone() -> None:
+async def test_a_deadline_leaves_other_errors_alone():
     with pytest.raises(ValueError, match="not Redis's"):
         async with deadline(60):
             raise ValueError("not Redis's")
 
 
-async def test_of_two_nested_deadlines_the_earlier_one_applies() -> None:
+async def test_of_two_nested_deadlines_the_earlier_one_applies():
     with pytest.raises(RedisUnavailable, match=r"^no answer within 20 ms$"):
         async with deadline(60), deadline(0.02):
             await asyncio.sleep(60)
@@ -331,14 +318,14 @@ async def test_of_two_nested_deadlines_the_earlier_one_applies() -> None:
             await asyncio.sleep(60)
 
 
-async def test_a_deadline_that_has_already_passed_ends_a_wait_at_once() -> None:
+async def test_a_deadline_that_has_already_passed_ends_a_wait_at_once():
     with pytest.raises(RedisUnavailable, match=r"^no answer within 0 ms$"):
         async with deadline(0):
             await asyncio.sleep(60)
 
 
-async def test_a_cancellation_before_the_deadline_remains_a_cancellation() -> None:
-    async def wait() -> None:
+async def test_a_cancellation_before_the_deadline_remains_a_cancellation():
+    async def wait():
         async with deadline(60):
             await asyncio.sleep(60)
 

@@ -1,11 +1,6 @@
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import orjson
 import pytest
-from redis.asyncio import Redis
 
 from app.core.chains import hex_text
 from app.core.keys import Keyspace
@@ -15,15 +10,12 @@ from app.policy.cost import Candidates
 from app.policy.locality import Best, Locality
 from app.policy.record import ROWS, ChoiceInputs, DecisionRecord, decode, encode, sampled
 from app.state import decisions
-from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 
 KEYS = Keyspace("test")
 
 
-def record(
-    request_id: str, blocks: list[SequenceHash], seen: ChoiceInputs | None = None
-) -> DecisionRecord:
+def record(request_id, blocks, seen=None):
     return DecisionRecord(
         request_id=request_id,
         at_ms=1_700_000_000_123,
@@ -41,7 +33,7 @@ def record(
     )
 
 
-def changed(record: DecisionRecord, **values: Any) -> bytes:
+def changed(record, **values):
     """The record's JSON with some members set, or left out where the value is ABSENT."""
     members = orjson.loads(encode(record)) | values
     return orjson.dumps({name: value for name, value in members.items() if value is not ABSENT})
@@ -51,7 +43,7 @@ ABSENT = object()
 CHAIN = [SequenceHash(2**63 + i) for i in range(100)]
 
 
-def test_a_record_is_read_as_it_was_written() -> None:
+def test_a_record_is_read_as_it_was_written():
     written = record("r1", CHAIN)
     assert decode(encode(written)) == written
     empty = record("r1", [])
@@ -59,9 +51,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("max_queue_s", [2.5, None])
-def test_the_candidates_of_a_decision_are_read_as_they_were_written(
-    max_queue_s: float | None,
-) -> None:
+def test_the_candidates_of_a_decision_are_read_as_they_were_written(max_queue_s):
     matrix = np.arange(len(ROWS) * 3, dtype=np.float64).reshape(-1, 3) + 0.5
     # As without Redis.
     matrix[ROWS.index("max_requests")] = np.inf
@@ -81,17 +71,17 @@ def test_the_candidates_of_a_decision_are_read_as_they_were_written(
 
 
 @pytest.mark.parametrize("missing", ["worker", "best", "overlap", "blocks"])
-def test_an_entry_that_lacks_a_field_is_refused(missing: str) -> None:
+def test_an_entry_that_lacks_a_field_is_refused(missing):
     with pytest.raises(ValueError, match=missing):
         decode(changed(record("r1", CHAIN), **{missing: ABSENT}))
 
 
-def test_an_entry_of_another_release_may_lack_what_has_a_default_or_have_more() -> None:
+def test_an_entry_of_another_release_may_lack_what_has_a_default_or_have_more():
     read = decode(changed(record("r", []), tenant=ABSENT, model=ABSENT, later=1))
     assert (read.tenant, read.model) == ("", "")
 
 
-def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
+def test_candidates_that_do_not_match_the_workers_are_refused():
     matrix = np.zeros((len(ROWS), 2))
     seen = ChoiceInputs(["w0:0"], 16, Candidates(*matrix), [True])
     with pytest.raises(ValueError, match="does not fit 1 workers"):
@@ -106,7 +96,7 @@ def test_candidates_that_do_not_match_the_workers_are_refused() -> None:
         ("ending", {"output_tokens": 0}),
     ],
 )
-def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: Any) -> None:
+def test_an_entry_that_cannot_be_explained_is_refused(field, value):
     with pytest.raises(ValueError, match=r"."):
         decode(changed(record("r1", CHAIN), **{field: value}))
 
@@ -123,7 +113,7 @@ def test_an_entry_that_cannot_be_explained_is_refused(field: str, value: Any) ->
         ("others", {"computing_s": [0.5, 0.5]}),
     ],
 )
-def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: Any) -> None:
+def test_candidates_that_cannot_be_priced_again_are_refused(field, value):
     seen = ChoiceInputs(
         ["w0:0"], 16, Candidates(*np.zeros((len(ROWS), 1))), [True], Affinity(0, 0.5)
     )
@@ -136,10 +126,10 @@ def test_candidates_that_cannot_be_priced_again_are_refused(field: str, value: A
 
 
 async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_ones(
-    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, monkeypatch
+):
     monkeypatch.setattr(decisions, "PAGE", 2)
-    spoilt: dict[int, dict[str, Any]] = {
+    spoilt = {
         1: {"policy": "spoilt"},
         2: {"overlap": 1},
         3: {"tries": ABSENT},
@@ -151,7 +141,7 @@ async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_
     assert found == ["r5", "r4", "r0"]
 
 
-async def test_the_oldest_decisions_are_trimmed_when_there_are_too_many(redis: Redis) -> None:
+async def test_the_oldest_decisions_are_trimmed_when_there_are_too_many(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     kept = decisions.record(KEYS, record("r1", CHAIN), 100)
     for _ in range(8):

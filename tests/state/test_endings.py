@@ -1,17 +1,12 @@
-from __future__ import annotations
-
 from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.state import decisions
-from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 
 KEYS = Keyspace("test")
 
 
-async def test_endings_are_read_as_they_were_written_without_corrupted_ones(
-    redis: RedisClient,
-) -> None:
+async def test_endings_are_read_as_they_were_written_without_corrupted_ones(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.one(decisions.record_ending(KEYS, "r1", Ending(7, 120), kept=100))
     await runner.one(decisions.record_ending(KEYS, "r2", Ending(3), kept=100))

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import pytest
 
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash
 from app.state import in_flight
-from app.state.client import RedisClient
 from app.state.scripts import ScriptRunner
 
 KEYS = Keyspace("test")
@@ -16,39 +13,37 @@ CHAIN = [SequenceHash(2**60 + n) for n in range(1, 101)]
 """Of 100 blocks; some are recorded: 4 to 16, 18, 20, ... 32, 36, ... 64, 72, ... 96."""
 
 
-def parting_after(shared: int) -> list[SequenceHash]:
+def parting_after(shared):
     """A chain that has the first `shared` blocks of CHAIN, and others behind these."""
     return CHAIN[:shared] + [SequenceHash(n) for n in range(1, 101 - shared)]
 
 
-async def put(runner: ScriptRunner, attempt: str, inc: int, chain: list[SequenceHash]) -> None:
+async def put(runner, attempt, inc, chain):
     name = in_flight.alike(chain, LEAST)
     about = (Incarnation(inc), chain, LEAST, NOW_MS + 10, 60_000)
     await runner.run(in_flight.compute(KEYS, name, attempt, *about))
 
 
-async def seen(runner: ScriptRunner, now_ms: int = NOW_MS) -> in_flight.Computing:
+async def seen(runner, now_ms=NOW_MS):
     fields = await runner.one(in_flight.computing(KEYS, in_flight.alike(CHAIN, LEAST)))
     return in_flight.parsed(fields, CHAIN, LEAST, now_ms)
 
 
 @pytest.fixture
-def runner(redis: RedisClient) -> ScriptRunner:
+def runner(redis):
     return ScriptRunner(redis, timeout_s=5)
 
 
 @pytest.mark.parametrize(
     ("shared", "blocks"), [(100, 96), (96, 96), (95, 88), (17, 16), (4, 4), (3, None), (0, None)]
 )
-async def test_a_prompt_in_flight_is_told_as_far_as_it_begins_alike(
-    runner: ScriptRunner, shared: int, blocks: int | None
-) -> None:
+async def test_a_prompt_in_flight_is_told_as_far_as_it_begins_alike(runner, shared, blocks):
     await put(runner, "1-a", 7, parting_after(shared))
     expected = {} if blocks is None else {Incarnation(7): blocks}
     assert (await seen(runner)).blocks == expected
 
 
-async def test_of_several_prompts_each_worker_counts_with_the_longest(runner: ScriptRunner) -> None:
+async def test_of_several_prompts_each_worker_counts_with_the_longest(runner):
     for attempt, inc, shared in (("1-a", 1, 20), ("1-b", 1, 40), ("1-c", 2, 8), ("1-d", 3, 0)):
         await put(runner, attempt, inc, parting_after(shared))
     found = await seen(runner)
@@ -56,9 +51,7 @@ async def test_of_several_prompts_each_worker_counts_with_the_longest(runner: Sc
     assert (found.num, found.over) == (3, [])
 
 
-async def test_what_is_computed_or_over_counts_no_longer(
-    runner: ScriptRunner, redis: RedisClient
-) -> None:
+async def test_what_is_computed_or_over_counts_no_longer(runner, redis):
     await put(runner, "1-a", 1, CHAIN)
     await put(runner, "1-b", 2, CHAIN)
     name = in_flight.alike(CHAIN, LEAST)
@@ -71,7 +64,7 @@ async def test_what_is_computed_or_over_counts_no_longer(
     assert 0 < await redis.pttl(KEYS["computing:"] + name) <= 60_000
 
 
-def test_a_prompt_of_fewer_blocks_is_like_no_other() -> None:
+def test_a_prompt_of_fewer_blocks_is_like_no_other():
     assert in_flight.alike(CHAIN[:3], LEAST) == ""
     assert in_flight.alike(CHAIN[:4], LEAST) == f"{CHAIN[3]:016x}"
     assert in_flight.alike(CHAIN, 0) == ""

@@ -1,15 +1,11 @@
 """Reading a namespace alongside a running cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import RedisUnavailable
-from app.local.redis_server import EmbeddedRedis
 from app.state import decisions, reading, streams
 from app.state.connect import connect
 from tests.fake_worker import KEYS, FakeWorkers
@@ -18,12 +14,12 @@ from tests.redis_servers import stopped
 
 @pytest.mark.parametrize("what", ["control", "promised", "contents", "decisions", "scan"])
 async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
-    what: str, own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    what, own_redis_server, monkeypatch
+):
     async with connect(own_redis_server.url) as redis:
         await redis.masters()
 
-        async def read() -> object:
+        async def read():
             if what == "control":
                 return await reading.read_control(redis, KEYS)
             if what == "promised":
@@ -43,9 +39,7 @@ async def test_reading_from_a_redis_that_hangs_ends_with_an_error(
                     await read()
 
 
-async def test_the_fill_of_an_index_is_estimated_from_a_sample_of_its_buckets(
-    redis: Redis,
-) -> None:
+async def test_the_fill_of_an_index_is_estimated_from_a_sample_of_its_buckets(redis):
     assert await reading.fill(redis, KEYS, 1, random.Random(1)) == 0
     workers = FakeWorkers(redis)
     await workers.register("w1")

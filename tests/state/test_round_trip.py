@@ -1,26 +1,21 @@
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError  # noqa: A004
 
-from app.local.redis_server import EmbeddedRedis, free_port
+from app.local.redis_server import free_port
 from app.state.connect import connect
 from app.state.round_trip import Node, NotSent, round_trip
 from tests.eventually import eventually
 from tests.redis_servers import stopped
 
 
-async def asked(redis: Redis, *commands: Sequence[Any], within_s: float = 10.0) -> list[Any]:
+async def asked(redis, *commands, within_s=10.0):
     until_s = asyncio.get_running_loop().time() + within_s
     return await round_trip(Node(redis), commands, until_s)
 
 
-async def test_a_round_trip_returns_a_reply_per_command_with_errors_as_values(redis: Redis) -> None:
+async def test_a_round_trip_returns_a_reply_per_command_with_errors_as_values(redis):
     await redis.set("a", "1")
     commands = [("GET", "a"), ("HGET", "a", "b"), ("GET", "c")]
     one, error, none = await asked(redis, *commands)
@@ -28,7 +23,7 @@ async def test_a_round_trip_returns_a_reply_per_command_with_errors_as_values(re
     assert "WRONGTYPE" in str(error)
 
 
-async def test_replies_keep_their_order_however_they_arrive(redis: Redis) -> None:
+async def test_replies_keep_their_order_however_they_arrive(redis):
     """A megabyte comes in many reads; what is behind it comes with the last of them."""
     large = b"x" * 1_000_000
     await redis.set("a", large)
@@ -40,22 +35,20 @@ async def test_replies_keep_their_order_however_they_arrive(redis: Redis) -> Non
     assert await asked(redis, ("ECHO", "3")) == [b"3"]
 
 
-async def test_commands_that_got_no_connection_are_reported_as_not_sent() -> None:
+async def test_commands_that_got_no_connection_are_reported_as_not_sent():
     async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
         replies = await asked(nowhere, ("GET", "a"), ("GET", "b"))
     assert [type(reply) for reply in replies] == [NotSent, NotSent]
     assert str(replies[0]).startswith("ConnectionError: ")
 
 
-async def test_callers_share_one_connection(one_redis_server: EmbeddedRedis) -> None:
+async def test_callers_share_one_connection(one_redis_server):
     async with connect(one_redis_server.url) as redis:
         replies = await asyncio.gather(*(asked(redis, ("CLIENT", "ID")) for _ in range(20)))
     assert len({client for [client] in replies}) == 1
 
 
-async def test_a_caller_that_is_cancelled_or_late_leaves_its_place_to_nobody(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_caller_that_is_cancelled_or_late_leaves_its_place_to_nobody(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         [client] = await asked(redis, ("CLIENT", "ID"))
         with stopped(own_redis_server.pid):
@@ -70,9 +63,7 @@ async def test_a_caller_that_is_cancelled_or_late_leaves_its_place_to_nobody(
         assert cancelled.cancelled()
 
 
-async def test_a_server_that_was_silent_is_asked_on_a_new_connection(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_server_that_was_silent_is_asked_on_a_new_connection(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         [client] = await asked(redis, ("CLIENT", "ID"))
         with stopped(own_redis_server.pid):
@@ -86,15 +77,13 @@ async def test_a_server_that_was_silent_is_asked_on_a_new_connection(
         assert open_ones.count(b"\n") == 1
 
 
-async def test_a_command_that_cannot_be_encoded_disturbs_no_other(redis: Redis) -> None:
+async def test_a_command_that_cannot_be_encoded_disturbs_no_other(redis):
     with pytest.raises(TypeError):
         await asked(redis, ("GET", object()))
     assert await asked(redis, ("PING",)) == [b"PONG"]
 
 
-async def test_no_more_pipelines_wait_than_there_is_room_for(
-    own_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_pipelines_wait_than_there_is_room_for(own_redis_server, monkeypatch):
     monkeypatch.setattr("app.state.round_trip.MAX_WAITING", 2)
     async with connect(own_redis_server.url) as redis:
         await asked(redis, ("PING",))
@@ -106,15 +95,15 @@ async def test_no_more_pipelines_wait_than_there_is_room_for(
         assert await asyncio.gather(*waiting) == [[b"PONG"]] * 2
 
 
-async def test_connections_that_fail_do_not_use_up_the_pool() -> None:
+async def test_connections_that_fail_do_not_use_up_the_pool():
     async with connect(f"redis://127.0.0.1:{free_port()}/0", max_connections=2) as nowhere:
         failures = [str(*await asked(nowhere, ("PING",))) for _ in range(4)]
     assert len(set(failures)) == 1, failures
 
 
 async def test_a_connection_that_fails_after_sending_raises_since_commands_may_have_run(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+    own_redis_server,
+):
     async with connect(own_redis_server.url) as redis:
         with pytest.raises(ConnectionError):
             await asked(redis, ("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a"))

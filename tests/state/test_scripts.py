@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import re
-from collections.abc import AsyncIterator
-from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -15,11 +11,9 @@ from app.core.worker_report import WorkerInfo
 from app.http.server import listen
 from app.local.redis_server import EmbeddedRedis, free_port
 from app.state import index, leases, reservations
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.index import Change
-from app.state.round_trip import Node
-from app.state.scripts import Call, ScriptRunner, call, command, load_script
+from app.state.scripts import ScriptRunner, call, command, load_script
 from tests.redis_servers import each_kind, require_redis, stopped
 
 KEYS = Keyspace("test")
@@ -43,12 +37,12 @@ RELEASE = reservations.release(KEYS, [reservations.Release("r1")])
 
 
 @pytest.fixture
-async def own_redis(own_redis_server: EmbeddedRedis) -> AsyncIterator[RedisClient]:
+async def own_redis(own_redis_server):
     async with connect(own_redis_server.url) as client:
         yield client
 
 
-async def test_no_calls_ask_no_server() -> None:
+async def test_no_calls_ask_no_server():
     with listen("127.0.0.1", 0) as listening:
         listening.setblocking(False)
         async with connect(f"redis://127.0.0.1:{listening.getsockname()[1]}") as client:
@@ -57,14 +51,14 @@ async def test_no_calls_ask_no_server() -> None:
             listening.accept()
 
 
-def test_includes_are_pasted_into_a_script() -> None:
+def test_includes_are_pasted_into_a_script():
     text = load_script("renew").text
     assert "@include" not in text
     assert text.count("local function now_ms()") == 1
     assert text.startswith("-- renew: ")
 
 
-def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
+def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order():
     one = call("apply", KEYS.of_shard(3), 7, "nonce", 1, "", parse=bool)
     assert one.keys == (
         "kvroute:1:{test#3}:shard",
@@ -74,7 +68,7 @@ def test_a_call_passes_the_keys_of_the_scripts_header_in_its_order() -> None:
     assert one.args == (7, "nonce", 1, "")
 
 
-async def test_replies_come_in_the_order_of_the_calls(redis: RedisClient) -> None:
+async def test_replies_come_in_the_order_of_the_calls(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     replies = await runner.run([REGISTER, ACTIVATE, RESERVE, RELEASE, RELEASE])
     assert replies == [
@@ -87,14 +81,14 @@ async def test_replies_come_in_the_order_of_the_calls(redis: RedisClient) -> Non
     assert await runner.run([]) == []
 
 
-async def test_calls_succeed_after_redis_has_lost_its_scripts(redis: RedisClient) -> None:
+async def test_calls_succeed_after_redis_has_lost_its_scripts(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE, RESERVE, LOADS, RELEASE])
     await redis.script_flush()
     assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 0
 
 
-async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: RedisClient) -> None:
+async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.script_flush()
@@ -108,13 +102,11 @@ async def test_every_call_runs_once_even_if_redis_lacks_some_scripts(redis: Redi
     assert (load.requests, load.total) == (1, 2)
 
 
-async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(
-    redis: RedisClient,
-) -> None:
-    sent: list[list[str]] = []
+async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(redis):
+    sent = []
 
     class Recording(ScriptRunner):
-        async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
+        async def _send(self, node, calls, until_s):
             sent.append([c.name for c in calls])
             return await super()._send(node, calls, until_s)
 
@@ -130,13 +122,13 @@ async def test_a_plain_command_is_sent_in_the_same_round_trip_as_scripts(
     assert sent == [["loads", "absent", "loads"], ["loads", "loads"]]
 
 
-async def test_a_plain_command_s_error_names_its_operation(redis: RedisClient) -> None:
+async def test_a_plain_command_s_error_names_its_operation(redis):
     await redis.set(KEYS["writers"], "no hash")
     with pytest.raises(RedisUnavailable, match=r"^absent: .*WRONGTYPE"):
         await ScriptRunner(redis, timeout_s=5).one(leases.absent(KEYS, [Incarnation(1)]))
 
 
-async def test_an_error_reply_means_that_redis_is_unavailable(redis: RedisClient) -> None:
+async def test_an_error_reply_means_that_redis_is_unavailable(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.one(REGISTER)
     await redis.set(KEYS["leases"], "no zset")
@@ -144,9 +136,7 @@ async def test_an_error_reply_means_that_redis_is_unavailable(redis: RedisClient
         await runner.one(LOADS)
 
 
-async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(
-    redis_client: RedisClient,
-) -> None:
+async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(redis_client):
     runner, shard, inc = ScriptRunner(redis_client, timeout_s=5), KEYS.of_shard(0), Incarnation(1)
     await runner.run([REGISTER, index.open_shard(shard, inc, "nonce", 4), ACTIVATE])
     store = index.apply(shard, inc, "nonce", 1, [Change(BLOCK, Tier.DEVICE, BLOCK)])
@@ -163,9 +153,7 @@ async def test_a_full_redis_answers_redis_full_and_stores_no_blocks(
         await redis_client.config_set("maxmemory", "0")
 
 
-async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(
-    redis: RedisClient,
-) -> None:
+async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(redis):
     runner = ScriptRunner(redis, timeout_s=5)
     await runner.run([REGISTER, ACTIVATE])
     await redis.set(KEYS["metrics"], "no script touches this")
@@ -178,11 +166,11 @@ async def test_a_call_that_fails_does_not_affect_the_answers_to_the_others(
 
 
 @pytest.mark.parametrize("kind", each_kind())
-async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: str) -> None:
+async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind):
     class Promoting(ScriptRunner):
         promote = False
 
-        async def _send(self, node: Node, calls: list[Call[Any]], until_s: float) -> list[Any]:
+        async def _send(self, node, calls, until_s):
             replies = await super()._send(node, calls, until_s)
             if self.promote:
                 await node.client.replicaof("NO", "ONE")
@@ -203,21 +191,19 @@ async def test_a_write_that_a_replica_refuses_is_resent_once_it_is_master(kind: 
             assert (await runner.one(LOADS)).loads[Incarnation(1)].requests == 1
 
 
-def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis: RedisClient) -> None:
+def test_only_scripts_that_do_not_write_may_be_sent_to_replicas(redis):
     ScriptRunner(redis, timeout_s=5, on_replicas=["match", "loads"])
     with pytest.raises(AssertionError, match="reserve writes"):
         ScriptRunner(redis, timeout_s=5, on_replicas=["match", "reserve"])
 
 
-async def test_without_a_replica_the_master_is_read(redis: RedisClient) -> None:
+async def test_without_a_replica_the_master_is_read(redis):
     runner = ScriptRunner(redis, timeout_s=5, on_replicas=["loads"])
     await runner.run([REGISTER, ACTIVATE])
     assert (await runner.one(LOADS)).loads.keys() == {Incarnation(1)}
 
 
-async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
-    own_redis_server: EmbeddedRedis, own_redis: RedisClient
-) -> None:
+async def test_a_redis_that_does_not_answer_in_time_is_unavailable(own_redis_server, own_redis):
     await ScriptRunner(own_redis, timeout_s=5).run([REGISTER, ACTIVATE])
     with (
         stopped(own_redis_server.pid),
@@ -229,15 +215,13 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(
     assert await runner.run([RESERVE, RELEASE]) == [[None], ["-"]]
 
 
-async def test_a_redis_that_cannot_be_reached_is_unavailable() -> None:
+async def test_a_redis_that_cannot_be_reached_is_unavailable():
     async with connect(f"redis://127.0.0.1:{free_port()}/0") as nowhere:
         with pytest.raises(RedisUnavailable, match="ConnectionError"):
             await ScriptRunner(nowhere, timeout_s=5).one(LOADS)
 
 
-async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(
-    own_redis_server: EmbeddedRedis, own_redis: RedisClient
-) -> None:
+async def test_a_redis_that_was_killed_is_used_again_once_it_is_back(own_redis_server, own_redis):
     runner = ScriptRunner(own_redis, timeout_s=5)
     await runner.one(REGISTER)
     own_redis_server.kill()

@@ -13,12 +13,9 @@ each API's render answers; null: it refuses. And agents.json: the ids of what is
 beside the folders of tests/data/door, in its order.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -48,22 +45,22 @@ PRICE = {
 BARE = {"type": "function", "function": {"name": "now", "strict": False, "unknown": 1}}
 
 
-def text(*texts: str) -> list[dict[str, str]]:
+def text(*texts):
     return [{"type": "text", "text": one} for one in texts]
 
 
-def with_function(**more: Any) -> dict[str, Any]:
-    function: Any = PRICE["function"]
+def with_function(**more):
+    function = PRICE["function"]
     return {"type": "function", "function": function | more}
 
 
-def with_arguments(arguments: str) -> dict[str, Any]:
+def with_arguments(arguments):
     call = CALL | {"function": {"name": "price", "arguments": arguments}}
     return {"messages": [USER, CALLED | {"tool_calls": [call]}, RESULT], "tools": [PRICE]}
 
 
 NAMED = {"type": "tool_reference", "name": "price"}
-BODIES: list[dict[str, Any]] = [
+BODIES = [
     {"messages": [USER]},
     {"messages": [SYSTEM, USER, ANSWER, {"role": "user", "content": "Größe? 你好 🙂\r\n\tnaïve"}]},
     {"messages": [USER], "add_generation_prompt": False},
@@ -125,23 +122,23 @@ NOW = {"name": "now", "input_schema": {"type": "object"}, "strict": True}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def said(*blocks: Any, role: str = "assistant") -> dict[str, Any]:
+def said(*blocks, role="assistant"):
     return {"role": role, "content": list(blocks)}
 
 
 REMINDER = {"role": "system", "content": "<reminder>\nBe kind.</reminder>"}
 
 
-def changed(kind: str, name: str) -> dict[str, Any]:
+def changed(kind, name):
     return said({"type": kind, "tool": {"type": "tool_reference", "name": name}}, role="system")
 
 
-def defined(tool: dict[str, Any]) -> dict[str, Any]:
+def defined(tool):
     change = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
     return said(*text("More tools."), change, role="system")
 
 
-MESSAGES: list[dict[str, Any]] = [
+MESSAGES = [
     {"messages": [USER]},
     {"system": "  Be brief.\n", "messages": [USER, ANSWER, USER], "stream": True},
     {"system": [*text("x-anthropic-billing-header: 1"), {**text("a")[0], **CACHED}, *text("b")]}
@@ -239,13 +236,13 @@ THOUGHT |= {"content": [{"type": "reasoning_text", "text": "Hm.\n"}]}
 REQUEST = {"type": "function_call", "call_id": "call_1", "name": "price"}
 REQUEST |= {"arguments": '{"unit": "€/h", "of": ["a", 1.50]}', "id": "fc_1", "status": "completed"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "free €"}
-FLAT = {"type": "function", **PRICE["function"]}  # type: ignore[dict-item]
+FLAT = {"type": "function", **PRICE["function"]}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Change files"}
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
 PATCHED = {"type": "custom_tool_call", "call_id": "call_2", "name": "apply_patch", "input": "é\n+"}
 PATCHED_SO = {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done"}
 NAMESPACE = {"type": "namespace", "name": "shop", "description": "A shop", "tools": [FLAT]}
-RESPONSES: list[dict[str, Any]] = [
+RESPONSES = [
     {"input": "What does kvroute cost?"},
     {"input": [USER], "instructions": "  You are brief.\n", "stream": True, "store": False},
     {"input": [USER, ANSWER, USER]},
@@ -296,19 +293,19 @@ RESPONSES: list[dict[str, Any]] = [
 AGENTS = Path(__file__).parents[1] / "data/door/agents.jsonl"
 
 
-def agents() -> list[tuple[str, dict[str, Any]]]:
+def agents():
     """Path and body of what coding agents sent: see tests/clients/record.py."""
     lines = map(json.loads, AGENTS.read_text().splitlines())
     return [(line["path"], line["body"]) for line in lines]
 
 
-def rendered(url: str, path: str, body: dict[str, Any]) -> list[int] | None:
+def rendered(url, path, body):
     answer = httpx.post(f"{url}{path}/render", json=body | {"model": "m"}, timeout=30)
     assert answer.status_code in (200, 400), answer.text
     return answer.json()["token_ids"] if answer.status_code == 200 else None
 
 
-def main(folder: Path, url: str) -> None:
+def main(folder, url):
     for name, path, bodies in (
         ("chats", "/v1/chat/completions", BODIES),
         ("messages", "/v1/messages", MESSAGES),

@@ -5,8 +5,6 @@
 writes those of FAMILIES, each to a folder of its own below FOLDER.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -27,7 +25,7 @@ CORPUS = (Path(__file__).parents[2] / "LICENSE").read_text().splitlines()[:120]
 WORDS = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def byte_level(*special: str, add_prefix_space: bool = False) -> Tokenizer:
+def byte_level(*special, add_prefix_space=False):
     """As GPT-2 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -35,7 +33,7 @@ def byte_level(*special: str, add_prefix_space: bool = False) -> Tokenizer:
     return _trained(tokenizer, special)
 
 
-def split_bytes(*special: str) -> Tokenizer:
+def split_bytes(*special):
     """As Llama 3: words by a regular expression, a begin of text added."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -50,7 +48,7 @@ def split_bytes(*special: str) -> Tokenizer:
     return tokenizer
 
 
-def metaspace(*special: str, prepend_scheme: str = "first") -> Tokenizer:
+def metaspace(*special, prepend_scheme="first"):
     """As Mistral and Llama 2: a mark for spaces; where `prepend_scheme` says, one before a text."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
@@ -62,7 +60,7 @@ def metaspace(*special: str, prepend_scheme: str = "first") -> Tokenizer:
     return tokenizer
 
 
-def normalizing(*special: str) -> Tokenizer:
+def normalizing(*special):
     """Lower case, compatible forms, white space stripped, and a space before each text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     tokenizer.normalizer = normalizers.Sequence(
@@ -77,7 +75,7 @@ def normalizing(*special: str) -> Tokenizer:
     return _trained(tokenizer, ("<unk>", *special))
 
 
-def _trained(tokenizer: Tokenizer, special: tuple[str, ...]) -> Tokenizer:
+def _trained(tokenizer, special):
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         special_tokens=list(special),
@@ -88,14 +86,14 @@ def _trained(tokenizer: Tokenizer, special: tuple[str, ...]) -> Tokenizer:
     return tokenizer
 
 
-def _with_start(tokenizer: Tokenizer, start: str) -> processors.TemplateProcessing:
+def _with_start(tokenizer, start):
     start_id = tokenizer.token_to_id(start)
     return processors.TemplateProcessing(
         single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, start_id)]
     )
 
 
-def save(folder: Path, tokenizer: Tokenizer, template: object = None, **config: object) -> Path:
+def save(folder, tokenizer, template=None, **config):
     """A folder with a tokenizer, and its config unless that would be empty."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
@@ -234,7 +232,7 @@ PARTS = """\
 FAMILIES = ("chatml", "llama", "qwen", "parts")
 
 
-def write(folder: Path) -> None:
+def write(folder):
     """The FAMILIES, below `folder`."""
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     chatml = byte_level("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -1,9 +1,5 @@
 """What of other APIs is left to the engine, as only it can tell what it makes of that."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from app.tokens import Unrenderable, chat_of_messages, chat_of_response
@@ -22,16 +18,14 @@ MERGES = Habits(merges_systems=True, effort_without_thoughts="none")
         ({"messages": [USER], "thinking": {"type": "disabled"}}, "reasoning_effort"),
     ],
 )
-def test_what_depends_on_the_template_is_left_to_the_engine_until_that_is_known(
-    body: dict[str, Any], reason: str
-) -> None:
+def test_what_depends_on_the_template_is_left_to_the_engine_until_that_is_known(body, reason):
     with pytest.raises(Unrenderable) as caught:
         chat_of_messages(body, None)
     assert caught.value.reason == reason
     assert chat_of_messages(body, MERGES)["messages"][-1] == USER
 
 
-def said(*blocks: object, role: str = "user") -> dict[str, Any]:
+def said(*blocks, role="user"):
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
@@ -66,7 +60,7 @@ def said(*blocks: object, role: str = "user") -> dict[str, Any]:
         ({"messages": [USER], "tool_choice": "auto"}, "tool_choice"),
     ],
 )
-def test_messages_of_other_forms_are_not_converted(body: dict[str, Any], reason: str) -> None:
+def test_messages_of_other_forms_are_not_converted(body, reason):
     with pytest.raises(Unrenderable) as caught:
         chat_of_messages(body, MERGES)
     assert caught.value.reason == reason
@@ -103,13 +97,13 @@ def test_messages_of_other_forms_are_not_converted(body: dict[str, Any], reason:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "message"),
     ],
 )
-def test_responses_of_other_forms_are_not_converted(body: dict[str, Any], reason: str) -> None:
+def test_responses_of_other_forms_are_not_converted(body, reason):
     with pytest.raises(Unrenderable) as caught:
         chat_of_response(body)
     assert caught.value.reason == reason
 
 
-def test_what_only_an_engine_renders_goes_into_the_chat_that_it_is_asked_for() -> None:
+def test_what_only_an_engine_renders_goes_into_the_chat_that_it_is_asked_for():
     body = {
         "messages": [USER],
         "chat_template_kwargs": {"a": 1},

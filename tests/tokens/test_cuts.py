@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from app.tokens import Renderer, TokenizerThreads, TooManyTokens, Unrenderable, load
+from app.tokens import TokenizerThreads, TooManyTokens, Unrenderable, load
 from app.tokens import cuts as cuts_module
 from app.tokens import encoder as encoder_module
 from app.tokens.cuts import MAX_CUT_TOKENS, Cuts, cut_tokens, pieces
@@ -17,7 +15,7 @@ from app.tokens.errors import Abandoned, Allowance
 from app.tokens.pool import LARGE
 
 
-def added(*tokens: AddedToken | str) -> dict[int, AddedToken]:
+def added(*tokens):
     made = [
         AddedToken(token, special=True, normalized=False) if isinstance(token, str) else token
         for token in tokens
@@ -25,7 +23,7 @@ def added(*tokens: AddedToken | str) -> dict[int, AddedToken]:
     return dict(enumerate(made))
 
 
-def test_special_tokens_are_places_to_cut() -> None:
+def test_special_tokens_are_places_to_cut():
     assert cut_tokens(added("<s>", "</s>"), ()) == {b"<s>": 0, b"</s>": 1}
 
 
@@ -42,22 +40,22 @@ def test_special_tokens_are_places_to_cut() -> None:
     ],
     ids=str,
 )
-def test_a_token_that_its_surroundings_can_hide_or_widen_is_none(token: AddedToken) -> None:
+def test_a_token_that_its_surroundings_can_hide_or_widen_is_none(token):
     assert cut_tokens(added(token), ()) == {}
 
 
 @pytest.mark.parametrize("other", ["<s>x", "x<s>", "</<", "a<s"])
-def test_a_token_that_another_can_be_found_instead_of_is_none(other: str) -> None:
+def test_a_token_that_another_can_be_found_instead_of_is_none(other):
     assert b"<s>" not in cut_tokens(added("<s>", other), ())
 
 
-def test_of_many_tokens_those_that_prompts_contain_are_looked_for() -> None:
+def test_of_many_tokens_those_that_prompts_contain_are_looked_for():
     many = [f"<|reserved_{number}|>" for number in range(300)]
     assert cut_tokens(added(*many, "<s>"), {"<s>"}) == {b"<s>": 300}
     assert len(cut_tokens(added(*many), many)) == MAX_CUT_TOKENS
 
 
-def test_parts_are_no_shorter_than_is_worth_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_no_shorter_than_is_worth_a_look_up(monkeypatch):
     monkeypatch.setattr(cuts_module, "MIN_PART_BYTES", 4)
     text = b"ab<s>cd</s><s>e<s>"
     both = [(2, b"<s>"), (7, b"</s>"), (11, b"<s>"), (15, b"<s>")]
@@ -68,7 +66,7 @@ def test_parts_are_no_shorter_than_is_worth_a_look_up(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("at", range(12))
-def test_a_token_is_found_wherever_a_search_ends(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_found_wherever_a_search_ends(at, monkeypatch):
     monkeypatch.setattr(cuts_module, "SEARCHED_BYTES", 4)
     text = b"." * at + b"</s>" + b"." * 9
     assert Cuts([b"<s>", b"</s>"]).of(text) == [(at, b"</s>")]
@@ -81,23 +79,23 @@ PIECE_BYTES = 8192
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pieces(monkeypatch):
     for module in (cuts_module, encoder_module):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
 
 
-def text(size: int) -> str:
+def text(size):
     """Of words, and of about that many bytes."""
     one = " ".join(WORDS) + "\n"
     return (one * (size // len(one) + 1))[:size]
 
 
-def tokenizer(name: str) -> tokenizers.Tokenizer:
+def tokenizer(name):
     return tokenizers.Tokenizer.from_file(str(FOLDERS / name / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_ids_of_pieces_are_those_of_the_whole(name: str) -> None:
+def test_the_ids_of_pieces_are_those_of_the_whole(name):
     made = tokenizer(name)
     long = text(int(2.5 * PIECE_BYTES))
     whole = made.encode(long, add_special_tokens=False).ids
@@ -108,7 +106,7 @@ def test_the_ids_of_pieces_are_those_of_the_whole(name: str) -> None:
     assert ids == made.encode(parts, add_special_tokens=False).ids
 
 
-def test_pieces_end_at_words_or_else_between_characters() -> None:
+def test_pieces_end_at_words_or_else_between_characters():
     for long in (text(30_000), "é" * 20_000, "x" * 30_000):
         made = list(pieces(long.encode()))
         assert "".join(piece for piece, _ in made) == long
@@ -117,7 +115,7 @@ def test_pieces_end_at_words_or_else_between_characters() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_long_text_that_cannot_be_cut_is_left_to_the_engine(name: str) -> None:
+def test_a_long_text_that_cannot_be_cut_is_left_to_the_engine(name):
     encoder = Encoder(tokenizer(name), [], 0)
     with pytest.raises(Unrenderable) as refused:
         encoder.encode("é" * PIECE_BYTES)
@@ -126,14 +124,14 @@ def test_a_long_text_that_cannot_be_cut_is_left_to_the_engine(name: str) -> None
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("long", [text(8 * PIECE_BYTES), "a" * 8 * PIECE_BYTES])
-def test_a_text_with_too_many_tokens_is_not_tokenized_to_its_end(name: str, long: str) -> None:
+def test_a_text_with_too_many_tokens_is_not_tokenized_to_its_end(name, long):
     allowance = Allowance(max_tokens=PIECE_BYTES)
     with pytest.raises(TooManyTokens):
         Encoder(tokenizer(name), [], 0).encode(long, allowance=allowance)
     assert allowance.num_tokens < 5 * PIECE_BYTES
 
 
-def test_a_text_of_more_bytes_than_tokens_can_be_is_not_tokenized_at_all() -> None:
+def test_a_text_of_more_bytes_than_tokens_can_be_is_not_tokenized_at_all():
     allowance = Allowance(max_tokens=1000)
     with pytest.raises(TooManyTokens, match="at least 13"):
         Encoder(tokenizer("llama"), [], 0).encode("a" * 25_000, allowance=allowance)
@@ -141,7 +139,7 @@ def test_a_text_of_more_bytes_than_tokens_can_be_is_not_tokenized_at_all() -> No
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_as_many_tokens_as_may_be_are_not_too_many(name: str) -> None:
+def test_as_many_tokens_as_may_be_are_not_too_many(name):
     made = tokenizer(name)
     token = next(iter(made.get_added_tokens_decoder().values())).content
     for long in (text(2 * PIECE_BYTES), f"{token}a{token}{text(2 * PIECE_BYTES)}{token}b"):
@@ -152,25 +150,25 @@ def test_as_many_tokens_as_may_be_are_not_too_many(name: str) -> None:
             encoder.encode(long, allowance=Allowance(num_tokens - 1))
 
 
-def test_what_nobody_waits_for_ends_with_the_next_piece() -> None:
+def test_what_nobody_waits_for_ends_with_the_next_piece():
     allowance = Allowance(is_abandoned=True)
     with pytest.raises(Abandoned):
         Encoder(tokenizer("llama"), [], 0).encode(text(4 * PIECE_BYTES), allowance=allowance)
     assert allowance.num_tokens < PIECE_BYTES
 
 
-async def test_a_caller_that_is_gone_ends_its_tokenizing() -> None:
+async def test_a_caller_that_is_gone_ends_its_tokenizing():
     pool = TokenizerThreads()
-    renderer: Renderer = load(str(FOLDERS / "llama"), pool, 0)
+    renderer = load(str(FOLDERS / "llama"), pool, 0)
     begun, gate = threading.Event(), threading.Event()
-    seen: list[Allowance] = []
+    seen = []
 
-    def call(allowance: Allowance) -> None:
+    def call(allowance):
         seen.append(allowance)
         begun.set()
         gate.wait()
 
-    waiting = asyncio.ensure_future(renderer._run(LARGE, 0, "", call))  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(renderer._run(LARGE, 0, "", call))
     await asyncio.to_thread(begun.wait)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -179,7 +177,7 @@ async def test_a_caller_that_is_gone_ends_its_tokenizing() -> None:
     pool.close()
 
 
-async def test_large_texts_do_not_keep_others_waiting() -> None:
+async def test_large_texts_do_not_keep_others_waiting():
     pool = TokenizerThreads(num_threads=1)
     gate = threading.Event()
     async with asyncio.TaskGroup() as group:

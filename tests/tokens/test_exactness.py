@@ -1,16 +1,13 @@
 """The ids are those of vLLM 0.32; capture.py says how they were recorded."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 
 from app.door.asked import PATHS, Api
-from app.tokens import Renderer, Unrenderable, chat_of_messages, chat_of_response, load
+from app.tokens import Unrenderable, chat_of_messages, chat_of_response, load
 from tests.tokens.capture import agents
 from tests.tokens.models import FAMILIES
 
@@ -19,9 +16,8 @@ DATA = Path(__file__).parents[1] / "data/door"
 KINDS = {Api.CHAT: "chats", Api.MESSAGES: "messages", Api.RESPONSES: "responses"}
 
 
-def read(family: str, kind: str) -> list[Any]:
-    found: list[Any] = orjson.loads((DATA / family / f"{kind}.json").read_bytes())
-    return found
+def read(family, kind):
+    return orjson.loads((DATA / family / f"{kind}.json").read_bytes())
 
 
 CASES = [
@@ -38,11 +34,11 @@ OF_AGENTS = [
 
 
 @cache
-def renderer_of(family: str) -> Renderer:
+def renderer_of(family):
     return load(str(DATA / family))
 
 
-async def ids_of(renderer: Renderer, kind: str, body: dict[str, Any]) -> list[int]:
+async def ids_of(renderer, kind, body):
     if kind == "messages":
         return (await renderer.of_chat(chat_of_messages(body, renderer.habits))).tolist()
     if kind == "responses":
@@ -51,9 +47,7 @@ async def ids_of(renderer: Renderer, kind: str, body: dict[str, Any]) -> list[in
 
 
 @pytest.mark.parametrize(("family", "kind", "body", "ids"), CASES + OF_AGENTS)
-async def test_a_prompt_has_the_ids_that_the_engine_gives_it(
-    family: str, kind: str, body: dict[str, Any], ids: list[int] | None
-) -> None:
+async def test_a_prompt_has_the_ids_that_the_engine_gives_it(family, kind, body, ids):
     renderer = renderer_of(family)
     if ids is None:
         with pytest.raises(Unrenderable):

@@ -1,14 +1,11 @@
 """Ids made of remembered parts are those from scratch, whatever the tokenizer and the text."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
 from app.tokens.encoder import Encoder
 from tests.tokens import models
@@ -18,7 +15,7 @@ WIDE = "\N{FULLWIDTH LESS-THAN SIGN}s\N{FULLWIDTH GREATER-THAN SIGN}"
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
-def with_odd_tokens() -> Tokenizer:
+def with_odd_tokens():
     """Added tokens that take white space with them, stand for whole words, or overlap others."""
     tokenizer = models.byte_level(*SPECIAL)
     tokenizer.add_tokens(
@@ -35,7 +32,7 @@ def with_odd_tokens() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+TOKENIZERS = {
     "byte_level": lambda: models.byte_level(*SPECIAL),
     "prefix_space": lambda: models.byte_level(*SPECIAL, add_prefix_space=True),
     "split_bytes": lambda: models.split_bytes(*SPECIAL),
@@ -47,7 +44,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 
 
 @cache
-def tokenizer(name: str) -> Tokenizer:
+def tokenizer(name):
     return TOKENIZERS[name]()
 
 
@@ -67,13 +64,8 @@ TEXTS = st.lists(PIECES, max_size=30).map("".join)
 )
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.integers(0, 4_000), st.booleans())
 def test_a_growing_text_has_the_ids_from_scratch_at_every_turn(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    min_part_bytes: int,
-    turns: list[str],
-    max_bytes: int,
-    special: bool,
-) -> None:
+    monkeypatch, name, min_part_bytes, turns, max_bytes, special
+):
     monkeypatch.setattr("app.tokens.cuts.MIN_PART_BYTES", min_part_bytes)
     encoder = Encoder(tokenizer(name), SPECIAL, max_bytes)
     text = ""
@@ -87,26 +79,24 @@ def test_a_growing_text_has_the_ids_from_scratch_at_every_turn(
 class Counting:
     """Counts the characters that a tokenizer is given."""
 
-    def __init__(self, encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, encoder, monkeypatch):
         self.characters = 0
         make = encoder._ids
         monkeypatch.setattr(
             encoder, "_ids", lambda text, special=False: make(self.count(text), special)
         )
 
-    def count(self, text: str) -> str:
+    def count(self, text):
         self.characters += len(text)
         return text
 
 
-def chat(*turns: str) -> str:
+def chat(*turns):
     return "".join(f"<|im_start|>user\n{turn}<|im_end|>\n" for turn in turns)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_of_a_text_that_has_grown_only_what_is_new_is_tokenized(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_text_that_has_grown_only_what_is_new_is_tokenized(name, monkeypatch):
     encoder = Encoder(tokenizer(name), SPECIAL, 1 << 20)
     turns = [f"{number} " + "licence " * 100 for number in range(20)]
     encoder.encode(chat(*turns))
@@ -115,7 +105,7 @@ def test_of_a_text_that_has_grown_only_what_is_new_is_tokenized(
     assert 0 < counting.characters < 2_000
 
 
-def test_a_turn_that_has_changed_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_has_changed_costs_only_itself(monkeypatch):
     encoder = Encoder(tokenizer("byte_level"), SPECIAL, 1 << 20)
     turns = [f"{number} " + "licence " * 100 for number in range(20)]
     encoder.encode(chat(*turns))
@@ -124,9 +114,7 @@ def test_a_turn_that_has_changed_costs_only_itself(monkeypatch: pytest.MonkeyPat
     assert 0 < counting.characters < 3_000
 
 
-def test_an_id_that_ordinary_text_can_have_too_is_not_taken_for_a_place_to_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_id_that_ordinary_text_can_have_too_is_not_taken_for_a_place_to_cut(monkeypatch):
     """A text is normalized after the added tokens have been looked for."""
     monkeypatch.setattr("app.tokens.cuts.MIN_PART_BYTES", 1)
     made = models.metaspace(*SPECIAL)

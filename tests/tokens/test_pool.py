@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
-from typing import Any
 
 import pytest
 
@@ -12,21 +8,21 @@ from app.tokens.pool import LARGE
 
 
 @pytest.fixture
-def pool() -> Iterator[TokenizerThreads]:
+def pool():
     pool = TokenizerThreads(num_threads=1, max_waiting=2, max_size=100)
     yield pool
     pool.check()
     pool.close()
 
 
-async def test_a_call_returns_and_raises_what_it_would_on_its_own(pool: TokenizerThreads) -> None:
+async def test_a_call_returns_and_raises_what_it_would_on_its_own(pool):
     assert await pool.run(1, divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await pool.run(1, divmod, 7, 0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 0), (5, 0), (0, 5), (0,) * 40])
-async def test_empty_texts_are_made_beside_others(sizes: tuple[int, ...]) -> None:
+async def test_empty_texts_are_made_beside_others(sizes):
     pool = TokenizerThreads()
     async with asyncio.timeout(30):
         made = await asyncio.gather(*(pool.run(size, lambda: "made") for size in sizes))
@@ -35,7 +31,7 @@ async def test_empty_texts_are_made_beside_others(sizes: tuple[int, ...]) -> Non
     pool.close()
 
 
-async def test_beyond_as_many_calls_as_may_wait_one_is_refused(pool: TokenizerThreads) -> None:
+async def test_beyond_as_many_calls_as_may_wait_one_is_refused(pool):
     gate = threading.Event()
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
@@ -47,7 +43,7 @@ async def test_beyond_as_many_calls_as_may_wait_one_is_refused(pool: TokenizerTh
     assert await pool.run(1, int) == 0
 
 
-async def test_beyond_as_much_text_as_may_wait_a_call_is_refused(pool: TokenizerThreads) -> None:
+async def test_beyond_as_much_text_as_may_wait_a_call_is_refused(pool):
     gate = threading.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(pool.run(60, gate.wait))
@@ -57,15 +53,13 @@ async def test_beyond_as_much_text_as_may_wait_a_call_is_refused(pool: Tokenizer
         gate.set()
 
 
-async def test_a_text_longer_than_what_may_wait_is_accepted_alone(pool: TokenizerThreads) -> None:
+async def test_a_text_longer_than_what_may_wait_is_accepted_alone(pool):
     assert await pool.run(1_000, int) == 0
 
 
-async def test_a_call_whose_caller_has_gone_before_it_began_never_runs(
-    pool: TokenizerThreads,
-) -> None:
+async def test_a_call_whose_caller_has_gone_before_it_began_never_runs(pool):
     gate = threading.Event()
-    ran: list[int] = []
+    ran = []
     first = asyncio.ensure_future(pool.run(1, gate.wait))
     second = asyncio.ensure_future(pool.run(1, ran.append, 1))
     await asyncio.sleep(0)
@@ -77,7 +71,7 @@ async def test_a_call_whose_caller_has_gone_before_it_began_never_runs(
     assert ran == []
 
 
-async def test_callers_are_served_in_turn_and_the_latest_of_who_has_most_goes() -> None:
+async def test_callers_are_served_in_turn_and_the_latest_of_who_has_most_goes():
     pool = TokenizerThreads(num_threads=1, max_waiting=4)
     gate, order = threading.Event(), list[str]()
     async with asyncio.TaskGroup() as group:
@@ -101,7 +95,7 @@ async def test_callers_are_served_in_turn_and_the_latest_of_who_has_most_goes() 
     pool.close()
 
 
-async def _outcome(running: Coroutine[Any, Any, None]) -> str:
+async def _outcome(running):
     try:
         await running
     except Overloaded:
@@ -109,7 +103,7 @@ async def _outcome(running: Coroutine[Any, Any, None]) -> str:
     return "made"
 
 
-async def test_a_callers_large_texts_keep_no_others_waiting_for_all_of_them() -> None:
+async def test_a_callers_large_texts_keep_no_others_waiting_for_all_of_them():
     pool = TokenizerThreads(num_threads=1)
     gate, order = threading.Event(), list[str]()
     async with asyncio.TaskGroup() as group:
@@ -126,7 +120,7 @@ async def test_a_callers_large_texts_keep_no_others_waiting_for_all_of_them() ->
     pool.close()
 
 
-async def test_a_pool_that_is_closed_drops_what_waits() -> None:
+async def test_a_pool_that_is_closed_drops_what_waits():
     pool = TokenizerThreads(num_threads=1)
     gate = threading.Event()
     first = asyncio.ensure_future(pool.run(1, gate.wait))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -7,7 +5,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -16,7 +13,6 @@ import tokenizers
 from app.core.hashing import PROBE, hash_of_probe, token_bytes
 from app.tokens import (
     Overloaded,
-    Renderer,
     TokenizerThreads,
     TokenizerUnavailable,
     Unrenderable,
@@ -35,38 +31,38 @@ CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": 
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Renderer:
+def renderer():
     return load(str(DATA / "qwen"))
 
 
-def model(folder: Path, template: object = models.CHATML, **config: object) -> str:
+def model(folder, template=models.CHATML, **config):
     tokenizer = models.byte_level("<s>", "<|im_start|>", "<|im_end|>")
     return str(models.save(folder, tokenizer, template, **config))
 
 
-def text_of(folder: str, ids: Any) -> str:
+def text_of(folder, ids):
     made = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
     return made.decode(ids.tolist(), skip_special_tokens=False)
 
 
-async def test_ids_are_ready_to_be_hashed_and_to_be_sent(renderer: Renderer) -> None:
+async def test_ids_are_ready_to_be_hashed_and_to_be_sent(renderer):
     ids = await renderer.of_text("Hello, world")
     assert token_bytes(ids) == b"".join(i.to_bytes(4, "little") for i in ids.tolist())
     assert orjson.loads(orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)) == ids.tolist()
 
 
-async def test_a_long_prompt_has_the_ids_of_a_short_one_repeated(renderer: Renderer) -> None:
+async def test_a_long_prompt_has_the_ids_of_a_short_one_repeated(renderer):
     once = await renderer.of_text("Hello\n")
     assert (await renderer.of_text("Hello\n" * 1_000)).tolist() == once.tolist() * 1_000
 
 
-async def test_the_tokenizer_adds_its_own_tokens_to_text_if_asked() -> None:
+async def test_the_tokenizer_adds_its_own_tokens_to_text_if_asked():
     llama = load(str(DATA / "llama"))
     bare = (await llama.of_text("Hello", add_special_tokens=False)).tolist()
     assert (await llama.of_text("Hello")).tolist() == [0, *bare]
 
 
-async def test_the_fingerprint_is_the_hash_of_an_engine_that_tokenizes_alike() -> None:
+async def test_the_fingerprint_is_the_hash_of_an_engine_that_tokenizes_alike():
     llama = load(str(DATA / "llama"))
     whole = tokenizers.Tokenizer.from_file(str(DATA / "llama/tokenizer.json"))
     assert llama.fingerprint == hash_of_probe(whole.encode(PROBE).ids)
@@ -106,15 +102,13 @@ async def test_the_fingerprint_is_the_hash_of_an_engine_that_tokenizes_alike() -
         ({"messages": [USER | {"content": "\ud800"}]}, "text"),
     ],
 )
-async def test_what_only_the_engine_can_judge_is_refused_with_the_reason(
-    renderer: Renderer, fields: dict[str, Any], reason: str
-) -> None:
+async def test_what_only_the_engine_can_judge_is_refused_with_the_reason(renderer, fields, reason):
     with pytest.raises(Unrenderable) as refused:
         await renderer.of_chat({"messages": [USER]} | fields)
     assert refused.value.reason == reason
 
 
-async def test_members_that_change_nothing_are_no_hindrance(renderer: Renderer) -> None:
+async def test_members_that_change_nothing_are_no_hindrance(renderer):
     nothing = {
         "chat_template": None,
         "chat_template_kwargs": {},
@@ -129,28 +123,26 @@ async def test_members_that_change_nothing_are_no_hindrance(renderer: Renderer) 
     assert (await renderer.of_chat({"messages": [USER], **nothing})).tolist() == plain.tolist()
 
 
-async def test_arguments_nested_too_deep_are_left_to_the_engine(renderer: Renderer) -> None:
+async def test_arguments_nested_too_deep_are_left_to_the_engine(renderer):
     deep = CALL | {"function": {"name": "now", "arguments": "[" * 200_000}}
     with pytest.raises(Unrenderable):
         await renderer.of_chat({"messages": [USER, {"role": "assistant", "tool_calls": [deep]}]})
 
 
-async def test_a_template_that_refuses_a_chat_leaves_it_to_the_engine(tmp_path: Path) -> None:
+async def test_a_template_that_refuses_a_chat_leaves_it_to_the_engine(tmp_path):
     source = model(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(Unrenderable, match="roles must alternate") as refused:
         await load(source).of_chat({"messages": [USER]})
     assert refused.value.reason == "refused"
 
 
-async def test_a_template_cannot_reach_what_is_outside_it(tmp_path: Path) -> None:
+async def test_a_template_cannot_reach_what_is_outside_it(tmp_path):
     source = model(tmp_path, "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}")
     with pytest.raises(Unrenderable, match="SecurityError"):
         await load(source).of_chat({"messages": [USER]})
 
 
-async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(tmp_path, monkeypatch):
     endless = (
         "{% for a in messages %}{% for b in messages %}{{ a.content }}{% endfor %}{% endfor %}"
     )
@@ -168,7 +160,7 @@ async def test_a_prompt_that_grows_too_long_or_takes_too_long_is_given_up(
         await renderer.of_chat(body)
 
 
-async def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
+async def test_more_text_than_may_wait_is_refused(tmp_path):
     pool = TokenizerThreads(max_waiting=0, max_size=0)
     renderer = load(model(tmp_path), pool=pool)
     assert len(await renderer.of_text("short"))
@@ -184,12 +176,12 @@ async def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
     assert len(await renderer.of_chat(body))
 
 
-async def test_the_date_can_be_written_into_a_prompt(tmp_path: Path) -> None:
+async def test_the_date_can_be_written_into_a_prompt(tmp_path):
     source = model(tmp_path, "{{ strftime_now('on the %%') }}")
     assert text_of(source, await load(source).of_chat({"messages": [USER]})) == "on the %"
 
 
-async def test_templates_for_tools_are_used_with_tools(tmp_path: Path) -> None:
+async def test_templates_for_tools_are_used_with_tools(tmp_path):
     source = model(tmp_path, [{"name": "default", "template": "plain"}])
     (tmp_path / "chat_template.jinja").write_text("plain")
     (tmp_path / "additional_chat_templates").mkdir()
@@ -211,8 +203,8 @@ async def test_templates_for_tools_are_used_with_tools(tmp_path: Path) -> None:
     ids=["none", "in_code", "processor", "class"],
 )
 async def test_without_a_template_that_is_surely_the_engines_only_text_is_tokenized(
-    tmp_path: Path, template: object, config: dict[str, Any], files: dict[str, Any]
-) -> None:
+    tmp_path, template, config, files
+):
     source = model(tmp_path, template, **config)
     for name, content in files.items():
         (tmp_path / name).write_bytes(orjson.dumps(content))
@@ -234,9 +226,7 @@ async def test_without_a_template_that_is_surely_the_engines_only_text_is_tokeni
         ("tekken.json", "{}"),
     ],
 )
-def test_files_that_cannot_be_read_make_a_tokenizer_unavailable(
-    tmp_path: Path, name: str, content: str | bytes
-) -> None:
+def test_files_that_cannot_be_read_make_a_tokenizer_unavailable(tmp_path, name, content):
     source = model(tmp_path)
     raw = content if isinstance(content, bytes) else content.encode()
     (tmp_path / name).write_bytes(raw)
@@ -245,12 +235,12 @@ def test_files_that_cannot_be_read_make_a_tokenizer_unavailable(
 
 
 @pytest.mark.parametrize("source", ["", "nobody/has-this", "../..", "/nowhere", "a/b/c", "\0"])
-def test_a_source_that_is_nowhere_on_this_machine_is_unavailable(source: str) -> None:
+def test_a_source_that_is_nowhere_on_this_machine_is_unavailable(source):
     with pytest.raises(TokenizerUnavailable):
         load(source)
 
 
-def test_a_model_is_found_by_name_in_the_local_cache(tmp_path: Path) -> None:
+def test_a_model_is_found_by_name_in_the_local_cache(tmp_path):
     revision = "0" * 40
     cached = tmp_path / "hub/models--org--qwen"
     shutil.copytree(DATA / "qwen", cached / "snapshots" / revision)
@@ -274,8 +264,8 @@ def test_a_model_is_found_by_name_in_the_local_cache(tmp_path: Path) -> None:
 LONG = "x" * 6_000_000
 
 
-def called(**members: object) -> dict[str, Any]:
-    function = CALL["function"] | members.pop("function", {})  # type: ignore[operator]
+def called(**members):
+    function = CALL["function"] | members.pop("function", {})
     return {"role": "assistant", "tool_calls": [CALL | {"function": function} | members]}
 
 
@@ -299,13 +289,11 @@ def called(**members: object) -> dict[str, Any]:
     ],
     ids=lambda body: str(body).replace(LONG, "LONG")[:80],
 )
-async def test_nothing_large_is_rendered_where_requests_are_answered(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-) -> None:
+async def test_nothing_large_is_rendered_where_requests_are_answered(renderer, monkeypatch, body):
     here = threading.get_ident()
-    seen: list[int] = []
+    seen = []
 
-    def note(*_: object, **__: object) -> str:
+    def note(*_, **__):
         seen.append(threading.get_ident())
         raise Unrenderable("size", "seen")
 
@@ -334,8 +322,8 @@ LOOPING = "{% for x in messages recursive %}{{ loop(messages) }}{% endfor %}"
 
 @pytest.mark.parametrize("template", [SILENT, RECURSIVE, WITHIN_ITSELF])
 async def test_a_template_that_writes_nothing_is_stopped_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
+    tmp_path, monkeypatch, template
+):
     monkeypatch.setattr(renderer_module, "PROMPT_S", 0.05)
     renderer = load(model(tmp_path, template))
     with pytest.raises(Unrenderable, match=r"takes over 0\.05 s") as refused:
@@ -343,12 +331,12 @@ async def test_a_template_that_writes_nothing_is_stopped_all_the_same(
     assert refused.value.reason == "size"
 
 
-async def test_a_template_that_calls_itself_for_ever_is_refused(tmp_path: Path) -> None:
+async def test_a_template_that_calls_itself_for_ever_is_refused(tmp_path):
     with pytest.raises(Unrenderable, match="RecursionError"):
         await load(model(tmp_path, LOOPING)).of_chat({"messages": [USER]})
 
 
-async def test_what_nobody_waits_for_is_rendered_no_further(tmp_path: Path) -> None:
+async def test_what_nobody_waits_for_is_rendered_no_further(tmp_path):
     pool = TokenizerThreads(num_threads=1)
     renderer = load(model(tmp_path, SILENT), pool=pool)
     asking = asyncio.create_task(renderer.of_chat({"messages": [USER] * 60}))
@@ -359,15 +347,13 @@ async def test_what_nobody_waits_for_is_rendered_no_further(tmp_path: Path) -> N
     await asyncio.gather(asking, return_exceptions=True)
 
 
-async def test_a_short_body_that_takes_long_is_rendered_in_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_short_body_that_takes_long_is_rendered_in_a_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(renderer_module, "AT_ONCE_S", -1.0)
     renderer = load(model(tmp_path))
-    threads: set[int] = set()
+    threads = set()
     chat = renderer._chat
 
-    def seen(*args: Any) -> Any:
+    def seen(*args):
         threads.add(threading.get_ident())
         return chat(*args)
 
@@ -376,7 +362,7 @@ async def test_a_short_body_that_takes_long_is_rendered_in_a_thread(
     assert len(threads) == 2
 
 
-async def test_loops_know_their_length_and_neighbours_as_ever(tmp_path: Path) -> None:
+async def test_loops_know_their_length_and_neighbours_as_ever(tmp_path):
     template = (
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.revindex }}"
         "{{ loop.last }}{{ loop.nextitem is defined }}{{ loop.previtem is defined }}"

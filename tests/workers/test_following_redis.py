@@ -1,29 +1,23 @@
 """What a connection to Redis learns by itself, such as another master, each process asks once."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.worker import WorkerSettings
-from app.local.redis_server import EmbeddedRedis
 from app.state.client import RedisClient
 from tests.workers.discovery.fleets import KEYS, engines, until_live
 from workers import engine_agent, main
 
 
 @pytest.fixture
-def followed(monkeypatch: pytest.MonkeyPatch) -> list[RedisClient]:
+def followed(monkeypatch):
     """The connections of which something is asked."""
-    found: list[RedisClient] = []
+    found = []
 
-    async def follow(self: RedisClient) -> None:
+    async def follow(self):
         found.append(self)
         await asyncio.Event().wait()
 
@@ -32,7 +26,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[RedisClient]:
 
 
 @asynccontextmanager
-async def running(serving: Awaitable[None]) -> AsyncIterator[None]:
+async def running(serving):
     task = asyncio.ensure_future(serving)
     try:
         yield
@@ -41,9 +35,7 @@ async def running(serving: Awaitable[None]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-async def test_by_an_agent_of_many_engines(
-    redis: Redis, one_redis_server: EmbeddedRedis, tmp_path: Path, followed: list[RedisClient]
-) -> None:
+async def test_by_an_agent_of_many_engines(redis, one_redis_server, tmp_path, followed):
     async with engines(2) as some:
         file = tmp_path / "engines.toml"
         file.write_text("".join(f'[e{i}]\nengine-url = "{e.url}"\n' for i, e in enumerate(some)))
@@ -59,9 +51,7 @@ async def test_by_an_agent_of_many_engines(
             assert len(followed) == 1
 
 
-async def test_by_a_worker(
-    redis: Redis, one_redis_server: EmbeddedRedis, followed: list[RedisClient]
-) -> None:
+async def test_by_a_worker(redis, one_redis_server, followed):
     settings = WorkerSettings(
         redis_url=one_redis_server.url, namespace=KEYS.namespace, port=0, worker_id="w"
     )

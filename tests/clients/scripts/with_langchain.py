@@ -19,7 +19,7 @@ class Place(BaseModel):
 
 
 @tool
-def weather(place: str) -> str:
+def weather(place):
     """The weather in a place."""
     return f"sunny in {place}"
 

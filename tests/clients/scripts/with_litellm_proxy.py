@@ -21,13 +21,13 @@ PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "require
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
-def serving(url: str, process: subprocess.Popen[bytes]) -> None:
+def serving(url, process):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -38,7 +38,7 @@ def serving(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the proxy does not serve")
 
 
-def check(client: openai.OpenAI) -> None:
+def check(client):
     whole = client.chat.completions.create(model="m", messages=[USER])
     chunks = [*client.chat.completions.create(model="m", messages=[USER], stream=True)]
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)

@@ -18,7 +18,7 @@ class Place(BaseModel):
     place: str
 
 
-def weather(place: str) -> str:
+def weather(place):
     """The weather in a place."""
     return f"sunny in {place}"
 

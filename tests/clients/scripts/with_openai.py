@@ -23,7 +23,7 @@ class Place(BaseModel):
     rainy: bool
 
 
-def chats(client: openai.OpenAI) -> None:
+def chats(client):
     whole = client.chat.completions.create(model=MODEL, messages=[USER])
     assert whole.choices[0].finish_reason == "stop"
     assert whole.usage.completion_tokens > 0
@@ -37,7 +37,7 @@ def chats(client: openai.OpenAI) -> None:
     assert len(old.choices) == 2
 
 
-def tools(client: openai.OpenAI) -> None:
+def tools(client):
     tools = [{"type": "function", "function": WEATHER}]
     for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
         said = client.chat.completions.create(
@@ -61,7 +61,7 @@ def tools(client: openai.OpenAI) -> None:
     assert none.choices[0].message.tool_calls is None
 
 
-def objects(client: openai.OpenAI) -> None:
+def objects(client):
     parsed = client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Place)
     assert isinstance(parsed.choices[0].message.parsed, Place)
     free = client.chat.completions.create(
@@ -72,7 +72,7 @@ def objects(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, Place)
 
 
-def responses(client: openai.OpenAI) -> None:
+def responses(client):
     whole = client.responses.create(model=MODEL, input="hello", instructions="Be terse.")
     assert (whole.status, whole.output_text != "") == ("completed", True)
     with client.responses.stream(model=MODEL, input="hello", instructions="Be terse.") as stream:
@@ -86,12 +86,12 @@ def responses(client: openai.OpenAI) -> None:
     assert answer.output_text
 
 
-def vectors(client: openai.OpenAI) -> None:
+def vectors(client):
     first, same, other = client.embeddings.create(model=MODEL, input=["a", "a", "b"]).data
     assert first.embedding == same.embedding != other.embedding
 
 
-def errors(client: openai.OpenAI) -> None:
+def errors(client):
     try:
         client.chat.completions.create(model=MODEL, messages=[USER], logprobs=True)
     except openai.BadRequestError as error:
@@ -106,7 +106,7 @@ def errors(client: openai.OpenAI) -> None:
         raise AssertionError("there is no such model")
 
 
-async def at_once() -> None:
+async def at_once():
     async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="any") as client:
         asked = [client.responses.create(model=MODEL, input=f"{n}") for n in range(8)]
         assert all(answer.output_text for answer in await asyncio.gather(*asked))

@@ -18,13 +18,13 @@ class Place(BaseModel):
 
 
 @function_tool
-def weather(place: str) -> str:
+def weather(place):
     """The weather in a place."""
     asked.append(place)
     return "sunny"
 
 
-async def main() -> None:
+async def main():
     agent = Agent(name="forecaster", instructions="Be terse.", model=MODEL, tools=[weather])
     result = await Runner.run(agent, "What is the weather in Oslo?")
     assert result.final_output

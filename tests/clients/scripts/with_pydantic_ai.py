@@ -5,7 +5,6 @@ import sys
 
 from pydantic import BaseModel
 from pydantic_ai import Agent
-from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -25,7 +24,7 @@ class Place(BaseModel):
     place: str
 
 
-async def check(model: Model) -> None:
+async def check(model):
     agent = Agent(model, instructions="Be terse.")
     whole = await agent.run("hello")
     assert whole.output
@@ -34,10 +33,10 @@ async def check(model: Model) -> None:
 
     assert isinstance((await Agent(model, output_type=Place).run("hello")).output, Place)
 
-    asked: list[str] = []
+    asked = []
 
     @agent.tool_plain
-    def weather(place: str) -> str:
+    def weather(place):
         """The weather in a place."""
         asked.append(place)
         return "sunny"
@@ -46,7 +45,7 @@ async def check(model: Model) -> None:
     assert len(asked) == 1
 
 
-async def main() -> None:
+async def main():
     for model in MODELS:
         await check(model)
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
 from tests.e2e.engines import agent_here
 from tests.eventually import eventually
@@ -43,51 +40,43 @@ class Trio:
     agents: dict[str, Callable[[], AbstractAsyncContextManager[None]]]
     running: dict[str, AsyncExitStack]
 
-    async def ask(self, prompt: list[int], **more: Any) -> httpx.Response:
+    async def ask(self, prompt, **more):
         body = {"model": "m", "prompt": prompt, "max_tokens": 4, **more}
         return await self.door.post("/v1/completions", json=body)
 
-    async def target_of(self, prompt: list[int]) -> tuple[str, str | None]:
+    async def target_of(self, prompt):
         """Where /v1/route sends it, and from where."""
         asked = {"token_ids": prompt, "reserve": False}
         said = (await self.door.post("/v1/route", json=asked)).json()
         source = said.get("source")
         return said["worker_id"], source and source["worker_id"]
 
-    async def tainted(self) -> list[bytes]:
+    async def tainted(self):
         records = await self.redis.hgetall(KEYS["verdicts"])
         return [name for name, text in records.items() if b"tainted" in text]
 
-    async def begin_agent(self, name: str) -> None:
+    async def begin_agent(self, name):
         await self.running[name].enter_async_context(self.agents[name]())
 
-    async def lease_of_p(self) -> float:
+    async def lease_of_p(self):
         """As it is registered."""
         workers = (await self.door.get("/v1/workers")).json()["workers"]
         return next((one["kv_lease_s"] for one in workers if one["worker_id"] == "p"), 0.0)
 
-    async def lease_ends(self) -> None:
+    async def lease_ends(self):
         """Until p has let go of what d was to fetch."""
         await eventually(lambda: _value(len(self.p._kept)), lambda kept: not kept)
 
 
-async def _value(value: int) -> int:
+async def _value(value):
     return value
 
 
 @asynccontextmanager
-async def trio(
-    redis: Redis,
-    url: str,
-    folder: Path,
-    *,
-    kv_lease_s: float = LEASE_S,
-    said_s: float | None = None,
-    **of_each: Any,
-) -> AsyncIterator[Trio]:
+async def trio(redis, url, folder, *, kv_lease_s=LEASE_S, said_s=None, **of_each):
     """said_s: how long they are, as operators say; None: as they are."""
     async with AsyncExitStack() as opened:
-        engines, three = [], Trio(*[None] * 4, redis, {}, {})  # type: ignore[list-item]
+        engines, three = [], Trio(*[None] * 4, redis, {}, {})
         alike = {
             "kv_transfer": "nixl",
             "kv_lease_s": said_s or kv_lease_s,
@@ -114,18 +103,18 @@ async def trio(
         yield three
 
 
-async def _metrics(door: httpx.AsyncClient) -> str:
+async def _metrics(door):
     return (await door.get("/metrics")).text
 
 
-def some_prompt(seed: int) -> list[int]:
+def some_prompt(seed):
     return random.Random(seed).choices(range(1, 1000), k=200)
 
 
 @pytest.mark.parametrize("tells_start", [True, False])
 async def test_a_target_that_fetched_after_the_lease_is_out_until_its_engine_has_begun_anew(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, tells_start: bool
-) -> None:
+    one_redis_server, redis, tmp_path, tells_start
+):
     prompt = some_prompt(1)
     about = {"tells_start": tells_start}
     async with trio(redis, one_redis_server.url, tmp_path, **about) as three:
@@ -158,8 +147,8 @@ async def test_a_target_that_fetched_after_the_lease_is_out_until_its_engine_has
 
 
 async def test_an_engine_whose_cache_can_be_reset_is_back_by_itself(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     prompt = some_prompt(2)
     async with trio(redis, one_redis_server.url, tmp_path, reset=True) as three:
         three.d.faults = FROZEN
@@ -175,9 +164,7 @@ async def test_an_engine_whose_cache_can_be_reset_is_back_by_itself(
         assert {answer.headers["x-kvroute-worker"] for answer in answers} == {"d:0"}
 
 
-async def test_a_stream_that_has_not_begun_is_given_up(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+async def test_a_stream_that_has_not_begun_is_given_up(one_redis_server, redis, tmp_path):
     async with trio(redis, one_redis_server.url, tmp_path) as three:
         three.d.faults = FROZEN
         answer = await three.ask(some_prompt(3), stream=True)
@@ -189,8 +176,8 @@ async def test_a_stream_that_has_not_begun_is_given_up(
 
 @pytest.mark.parametrize("who", ["door", "client"])
 async def test_what_is_fetched_late_though_it_was_given_up_taints_as_well(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, who: str
-) -> None:
+    one_redis_server, redis, tmp_path, who
+):
     """An engine that stands still hears of that too late."""
     prompt = some_prompt(8)
     async with trio(redis, one_redis_server.url, tmp_path, is_deaf=True) as three:
@@ -214,9 +201,7 @@ async def test_what_is_fetched_late_though_it_was_given_up_taints_as_well(
         await eventually(three.tainted, lambda names: names == [b"d:0"])
 
 
-async def test_clients_that_leave_taint_nobody(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+async def test_clients_that_leave_taint_nobody(one_redis_server, redis, tmp_path):
     async with trio(redis, one_redis_server.url, tmp_path, slots=1) as three:
         for number in range(3):
             three.d.faults = Faults(token_s=60.0)
@@ -232,9 +217,7 @@ async def test_clients_that_leave_taint_nobody(
 
 
 @pytest.mark.parametrize("how", ["whole", "queued", "computed long"])
-async def test_what_takes_longer_than_the_lease_counts(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path, how: str
-) -> None:
+async def test_what_takes_longer_than_the_lease_counts(one_redis_server, redis, tmp_path, how):
     """A long answer that is not streamed, a long wait in the target's queue, and a long prompt."""
     slots = {"slots": 1} if how == "queued" else {}
     async with trio(redis, one_redis_server.url, tmp_path, **slots) as three:
@@ -263,8 +246,8 @@ async def test_what_takes_longer_than_the_lease_counts(
 
 
 async def test_a_lease_of_others_that_ends_meanwhile_spoils_no_long_answer(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     async with trio(redis, one_redis_server.url, tmp_path) as three:
         three.d.faults = Faults(token_s=2.5 * LEASE_S / 15)
         asking = asyncio.create_task(three.ask(some_prompt(5), max_tokens=16))
@@ -281,8 +264,8 @@ async def test_a_lease_of_others_that_ends_meanwhile_spoils_no_long_answer(
 
 
 async def test_if_no_engine_counts_a_long_answer_is_given_up_in_time(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     async with trio(redis, one_redis_server.url, tmp_path, counts=False) as three:
         three.d.faults = Faults(token_s=2 * LEASE_S / 15)
         answer = await three.ask(some_prompt(7), max_tokens=16)
@@ -292,13 +275,13 @@ async def test_if_no_engine_counts_a_long_answer_is_given_up_in_time(
 
 
 async def test_a_pair_whose_transfers_fail_is_left_alone_and_told(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     async with trio(redis, one_redis_server.url, tmp_path, kv_lease_s=60.0) as three:
         three.d.fails_transfers = True
         seeds = iter(range(100, 200))
 
-        async def form() -> bool:
+        async def form():
             answer = await three.ask(some_prompt(next(seeds)))
             assert "wrong" not in answer.text
             return "x-kvroute-source" in answer.headers

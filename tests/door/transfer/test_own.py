@@ -1,23 +1,16 @@
 """Prompts that our own engines hand on to each other, as processes, behind one door."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal
-from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from types import MappingProxyType
-from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import MODEL, models, replica, until_serving, worker, worker_here
 from tests.door.test_failures import nothing_reserved
-from tests.e2e.engines import Process
 from tests.eventually import eventually
 
 ROLES = {"p": "prefill", "d": "decode"}
@@ -25,13 +18,8 @@ ROLES = {"p": "prefill", "d": "decode"}
 
 @asynccontextmanager
 async def fleet(
-    url: str,
-    roles: dict[str, str],
-    policy: str = "latency",
-    kv_lease_s: float = 30.0,
-    of_each: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    **options: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Process]]]:
+    url, roles, policy="latency", kv_lease_s=30.0, of_each=MappingProxyType({}), **options
+):
     """A door before workers of those roles, as processes. of_each: options of some, by name."""
     with ExitStack() as opened:
         workers = {
@@ -50,13 +38,7 @@ async def fleet(
 
 
 @asynccontextmanager
-async def fleet_here(
-    url: str,
-    roles: dict[str, str],
-    policy: str = "latency",
-    kv_lease_s: float = 30.0,
-    **options: Any,
-) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, str]]]:
+async def fleet_here(url, roles, policy="latency", kv_lease_s=30.0, **options):
     """A door before workers of those roles in this process, and their URLs."""
     async with AsyncExitStack() as opened:
         urls = {
@@ -70,28 +52,25 @@ async def fleet_here(
             yield door, urls
 
 
-async def ask(door: httpx.AsyncClient, prompt: list[int], **more: Any) -> httpx.Response:
+async def ask(door, prompt, **more):
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **more}
     return await door.post("/v1/completions", json=body)
 
 
-def cached(answer: httpx.Response) -> int:
-    details: dict[str, int] = answer.json()["usage"]["prompt_tokens_details"]
+def cached(answer):
+    details = answer.json()["usage"]["prompt_tokens_details"]
     return details["cached_tokens"]
 
 
-async def overlap_of(door: httpx.AsyncClient, prompt: list[int], name: str) -> int:
+async def overlap_of(door, prompt, name):
     """Blocks of the prompt that the index says a worker holds."""
     asked = {"token_ids": prompt, "explain": True, "reserve": False}
     decision = (await door.post("/v1/route", json=asked)).json()
     stated = {one["worker_id"]: one["overlap_blocks"]["device"] for one in decision["candidates"]}
-    overlap: int = stated[name]
-    return overlap
+    return stated[name]
 
 
-async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(one_redis_server, redis):
     prompt = list(range(5, 175))  # ten blocks and ten tokens
     async with fleet_here(one_redis_server.url, ROLES, policy="least_loaded") as (door, _):
         said = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 50}]}
@@ -103,16 +82,14 @@ async def test_a_split_prompt_is_computed_by_its_source_and_cached_at_both(
             assert cached(answer) == 0, "nobody had it cached"
         for name in ROLES:
             await eventually(
-                lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
+                lambda name=name: overlap_of(door, prompt, name),
                 lambda blocks: blocks == 10,
             )
         assert cached(await ask(door, [*prompt, 1])) == 160
         await nothing_reserved(redis)
 
 
-async def test_a_prompt_is_never_handed_on_to_another_namespace(
-    one_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_prompt_is_never_handed_on_to_another_namespace(one_redis_server):
     """Two revisions of a model share its name, in a namespace each."""
     url, namespaces = one_redis_server.url, ("old", "new")
     async with AsyncExitStack() as opened:
@@ -126,7 +103,7 @@ async def test_a_prompt_is_never_handed_on_to_another_namespace(
         expected = {(f"{each}-p:0", f"{each}-d:0") for each in namespaces}
         seen = set[tuple[str, str]]()
 
-        async def pairs() -> set[tuple[str, str]]:
+        async def pairs():
             """Who computed a prompt, and who went on with it."""
             for n in range(20):
                 headers = (await ask(door, [n] * 170)).headers
@@ -138,9 +115,7 @@ async def test_a_prompt_is_never_handed_on_to_another_namespace(
 
 
 @pytest.mark.slow
-async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(one_redis_server, redis):
     prompt = [n * 7 % 251 for n in range(170)]
     options = {
         "engine": "torch",
@@ -162,7 +137,7 @@ async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
         assert split.headers["x-kvroute-worker"] == "d:0"
         for name in ROLES:
             await eventually(
-                lambda name=name: overlap_of(door, prompt, name),  # type: ignore[misc]
+                lambda name=name: overlap_of(door, prompt, name),
                 lambda blocks: blocks == 10,
             )
         again = await ask(door, prompt, temperature=0)
@@ -176,9 +151,7 @@ async def test_a_prompt_computed_on_two_ranks_is_gone_on_from_on_one(
         assert [one["kv_lease_s"] for one in listed] == [30.0, 30.0]
 
 
-async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(one_redis_server, redis):
     prefix = list(range(5, 5 + 4000))
     both = {"a": "both", "b": "both"}
     async with fleet_here(one_redis_server.url, both, max_requests=1) as (door, _):
@@ -202,9 +175,7 @@ async def test_a_full_workers_prefix_is_fetched_and_the_rest_computed(
         await nothing_reserved(redis)
 
 
-async def test_a_killed_source_or_target_costs_no_request(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_killed_source_or_target_costs_no_request(one_redis_server, redis):
     roles = ROLES | {"e": "decode"}
     async with fleet(one_redis_server.url, roles, policy="least_loaded") as (door, workers):
         prompts = [[number, *range(1000)] for number in range(12)]
@@ -221,9 +192,7 @@ async def test_a_killed_source_or_target_costs_no_request(
         await nothing_reserved(redis)
 
 
-async def test_a_client_gone_between_the_steps_leaves_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_gone_between_the_steps_leaves_nothing(one_redis_server, redis, monkeypatch):
     monkeypatch.setattr("workers.main.KEEP_S", 2.0)
     async with fleet_here(
         one_redis_server.url,
@@ -239,7 +208,7 @@ async def test_a_client_gone_between_the_steps_leaves_nothing(
         await nothing_reserved(redis, within_s=20.0)
 
 
-async def keeps_blocks(source: str) -> bool:
+async def keeps_blocks(source):
     """Whether it has computed a prompt, and waits for it to be fetched."""
     async with httpx.AsyncClient() as http:
         text = (await http.get(f"{source}/metrics")).text

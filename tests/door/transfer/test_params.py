@@ -1,9 +1,5 @@
 """What is made of a source's answer: passed on as it is, or not at all."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import orjson
 import pytest
 
@@ -40,15 +36,15 @@ OWN = {
 }
 
 
-def info(address: str = "http://10.0.0.5:8000", *kv_hosts: str) -> WorkerInfo:
+def info(address="http://10.0.0.5:8000", *kv_hosts):
     return WorkerInfo(WorkerKey("p"), address, 4, 100, 8, kv_hosts=kv_hosts)
 
 
-def body(params: object) -> bytes:
+def body(params):
     return orjson.dumps({"choices": [], "kv_transfer_params": params})
 
 
-def test_what_engines_say_is_passed_on_as_it_is() -> None:
+def test_what_engines_say_is_passed_on_as_it_is():
     assert nixl_params(body(NIXL), info()) == NIXL
     assert own_params(body(OWN), info()) == OWN
     flat = NIXL | {"remote_block_ids": [1, 2]}  # as before there were groups of layers
@@ -58,7 +54,7 @@ def test_what_engines_say_is_passed_on_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("params", [None, {}])
-def test_a_source_may_hand_nothing_on(params: object) -> None:
+def test_a_source_may_hand_nothing_on(params):
     assert nixl_params(body(params), info()) is None
     assert own_params(b"{}", info()) is None
 
@@ -99,7 +95,7 @@ def test_a_source_may_hand_nothing_on(params: object) -> None:
         ("anything else", "x" * 300),
     ],
 )
-def test_whatever_is_wrong_is_named_and_not_passed_on(name: str, value: Any) -> None:
+def test_whatever_is_wrong_is_named_and_not_passed_on(name, value):
     with pytest.raises(BadParams, match=name if name in NIXL else "members"):
         nixl_params(body(NIXL | {name: value}), info())
 
@@ -107,7 +103,7 @@ def test_whatever_is_wrong_is_named_and_not_passed_on(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     "name", ["remote_host", "remote_port", "remote_engine_id", "remote_request_id"]
 )
-def test_whatever_is_missing_is_named(name: str) -> None:
+def test_whatever_is_missing_is_named(name):
     with pytest.raises(BadParams, match=name):
         nixl_params(body({key: value for key, value in NIXL.items() if key != name}), info())
 
@@ -123,12 +119,12 @@ def test_whatever_is_missing_is_named(name: str) -> None:
         b'{"kv_transfer_params": "x"}',
     ],
 )
-def test_an_answer_of_another_shape_is_broken(text: bytes) -> None:
+def test_an_answer_of_another_shape_is_broken(text):
     with pytest.raises(BadParams):
         own_params(text, info())
 
 
-def test_hosts_are_those_that_the_source_has_registered() -> None:
+def test_hosts_are_those_that_the_source_has_registered():
     assert hosts_of(info()) == {"10.0.0.5"}
     assert hosts_of(info("http://p.svc:8000", "10.1.2.3")) == {"p.svc", "10.1.2.3"}
     assert hosts_of(info("http://127.0.0.1:8000")) == {"127.0.0.1", "::1", "localhost"}

@@ -3,25 +3,19 @@
 The engines here only meet in a room, as SGLang's do; no real pair was tried, as it needs a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.roles import Role
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.transfer.test_sources import blocks_reserved
 from tests.eventually import eventually
-from tests.fake_worker import KEYS, FakeWorker
+from tests.fake_worker import KEYS
 
 PROMPT = list(range(40))
 PORT = 8998
@@ -30,25 +24,25 @@ PORT = 8998
 class Room:
     """Where the halves of a request meet."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.entered = {"p": asyncio.Event(), "d": asyncio.Event()}
 
 
 class Half:
     """An engine that answers once the other one has the same request too."""
 
-    def __init__(self, side: str, rooms: defaultdict[int, Room]) -> None:
+    def __init__(self, side, rooms):
         self.side, self.rooms = side, rooms
         self.other = "p" if side == "d" else "d"
-        self.asked: list[dict[str, Any]] = []
-        self.aborted: list[str] = []
+        self.asked = []
+        self.aborted = []
         self.status = 200
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.hangs = False
-        self.worker: FakeWorker | None = None
+        self.worker = None
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request):
         body = await request.json()
         self.asked.append(body)
         if self.status != 200:
@@ -62,22 +56,20 @@ class Half:
         usage = {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
         return web.json_response({"choices": [{"text": self.side}], "usage": usage})
 
-    async def abort(self, request: web.Request) -> web.Response:
+    async def abort(self, request):
         self.aborted.append((await request.json())["rid"])
         return web.json_response({})
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, _):
         if self.hangs:
             await asyncio.Event().wait()
         return web.json_response({})
 
 
 @asynccontextmanager
-async def divided(
-    redis: Redis, url: str, *, sides: str = "pd"
-) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Half]]]:
+async def divided(redis, url, *, sides="pd"):
     """A door before engines that prefill and engines that decode."""
-    rooms: defaultdict[int, Room] = defaultdict(Room)
+    rooms = defaultdict(Room)
     halves = {side: Half(side, rooms) for side in sides}
     async with AsyncExitStack() as opened:
         for side, half in halves.items():
@@ -97,15 +89,15 @@ async def divided(
         yield client, halves
 
 
-def rooms_of(body: dict[str, Any]) -> range:
+def rooms_of(body):
     """In which the sequences of a request meet, as SGLang numbers them: from one number on."""
     prompts = len(body["prompt"]) if isinstance(body["prompt"][0], str | list) else 1
     num = 1 if isinstance(body["prompt"], str) else prompts
-    first: int = body["bootstrap_room"]
+    first = body["bootstrap_room"]
     return range(first, first + num * body.get("n", 1))
 
 
-async def ask(door: httpx.AsyncClient, **more: Any) -> httpx.Response:
+async def ask(door, **more):
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 9, **more}
     return await door.post("/v1/completions", json=body)
 
@@ -120,8 +112,8 @@ async def ask(door: httpx.AsyncClient, **more: Any) -> httpx.Response:
     ],
 )
 async def test_both_get_the_same_request_at_once_and_the_one_that_decodes_is_heard(
-    one_redis_server: EmbeddedRedis, redis: Redis, more: dict[str, Any]
-) -> None:
+    one_redis_server, redis, more
+):
     async with divided(redis, one_redis_server.url) as (door, halves):
         answers = await asyncio.gather(*(ask(door, **more) for _ in range(5)))
         assert [each.json()["choices"][0]["text"] for each in answers] == ["d"] * 5
@@ -137,15 +129,13 @@ async def test_both_get_the_same_request_at_once_and_the_one_that_decodes_is_hea
         await eventually(lambda: blocks_reserved(redis), lambda found: found == [0, 0])
 
 
-async def test_a_source_owes_no_prefill_once_its_answer_has_ended(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_source_owes_no_prefill_once_its_answer_has_ended(one_redis_server, redis):
     may_answer = asyncio.Event()
     async with divided(redis, one_redis_server.url) as (door, halves):
         halves["d"].may_answer = may_answer
         asking = asyncio.create_task(ask(door))
 
-        async def prefills() -> list[bytes]:
+        async def prefills():
             return [key async for key in redis.scan_iter(match=KEYS["prefills:"] + "*")]
 
         await eventually(prefills, lambda found: len(found) == 1)
@@ -155,13 +145,13 @@ async def test_a_source_owes_no_prefill_once_its_answer_has_ended(
 
 
 async def test_a_source_gone_without_a_word_is_replaced_once_its_lease_has_run_out(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     async with divided(redis, one_redis_server.url, sides="pdq") as (door, halves):
         halves["p"].hangs = halves["q"].hangs = True
         asking = asyncio.create_task(ask(door))
 
-        async def asked() -> list[str]:
+        async def asked():
             return [side for side in "pq" if halves[side].asked]
 
         [first] = await eventually(asked)
@@ -177,15 +167,13 @@ async def test_a_source_gone_without_a_word_is_replaced_once_its_lease_has_run_o
 
 
 @pytest.mark.parametrize(("fails", "other"), [("p", "d"), ("d", "p")])
-async def test_if_one_fails_the_other_is_told_to_abort(
-    one_redis_server: EmbeddedRedis, redis: Redis, fails: str, other: str
-) -> None:
+async def test_if_one_fails_the_other_is_told_to_abort(one_redis_server, redis, fails, other):
     async with divided(redis, one_redis_server.url) as (door, halves):
         halves[fails].status = 500
         answer = await ask(door)
         assert answer.status_code >= 500
 
-        async def aborted() -> set[str]:
+        async def aborted():
             return {one["rid"] for one in halves[other].asked} - set(halves[other].aborted)
 
         await eventually(aborted, lambda left: not left)
@@ -193,9 +181,7 @@ async def test_if_one_fails_the_other_is_told_to_abort(
         await eventually(lambda: blocks_reserved(redis), lambda found: found == [0, 0])
 
 
-async def test_if_the_client_goes_both_are_told_to_abort(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_if_the_client_goes_both_are_told_to_abort(one_redis_server, redis):
     async with divided(redis, one_redis_server.url) as (door, halves):
         halves["p"].other = halves["d"].other = "nobody"
         for half in halves.values():
@@ -203,7 +189,7 @@ async def test_if_the_client_goes_both_are_told_to_abort(
         with pytest.raises(httpx.ReadTimeout):
             await door.post("/v1/completions", json={"model": "m", "prompt": PROMPT}, timeout=3.0)
 
-        async def aborted() -> list[list[str]]:
+        async def aborted():
             return [half.aborted for half in halves.values()]
 
         [one], [other] = await eventually(aborted, all)
@@ -211,16 +197,14 @@ async def test_if_the_client_goes_both_are_told_to_abort(
         await eventually(lambda: blocks_reserved(redis), lambda found: found == [0, 0])
 
 
-def _never() -> Room:
+def _never():
     room = Room()
     room.entered["nobody"] = asyncio.Event()
     return room
 
 
 @pytest.mark.parametrize("side", ["p", "d"])
-async def test_one_half_alone_gets_nothing(
-    one_redis_server: EmbeddedRedis, redis: Redis, side: str
-) -> None:
+async def test_one_half_alone_gets_nothing(one_redis_server, redis, side):
     async with divided(redis, one_redis_server.url, sides=side) as (door, halves):
         assert (await ask(door)).status_code == 503
         assert halves[side].asked == []

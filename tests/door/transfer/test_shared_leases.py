@@ -1,25 +1,18 @@
 """Leases on KV that end while the replica that knows stands still, or an operator says other
 numbers than the engine: no replica gives anybody a wrong text."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio import Redis
 
 from app.door.transfer.kv_lease import KvLeases
-from app.local.redis_server import EmbeddedRedis
 from tests.door.conftest import replica, until_serving
-from tests.door.transfer.test_kv_lease import FROZEN, LEASE_S, Trio, some_prompt, trio
+from tests.door.transfer.test_kv_lease import FROZEN, LEASE_S, some_prompt, trio
 from tests.e2e.engines import Process, agent
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE
@@ -35,7 +28,7 @@ FLAG_S = 60.0
 
 
 @contextmanager
-def stopped(process: Process) -> Iterator[None]:
+def stopped(process):
     os.kill(process.popen.pid, signal.SIGSTOP)
     try:
         yield
@@ -44,7 +37,7 @@ def stopped(process: Process) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def third_replica(url: str) -> AsyncIterator[tuple[Process, httpx.AsyncClient]]:
+async def third_replica(url):
     """A process of its own, and a client of it."""
     flags = (f"--redis-url={url}", f"--namespace={NAMESPACE}", "--port=0", "--policy=least_loaded")
     with Process("router", *flags).ending() as process:
@@ -53,46 +46,42 @@ async def third_replica(url: str) -> AsyncIterator[tuple[Process, httpx.AsyncCli
             yield process, client
 
 
-async def ask(door: httpx.AsyncClient, prompt: list[int], **more: Any) -> httpx.Response:
+async def ask(door, prompt, **more):
     body = {"model": "m", "prompt": prompt, "max_tokens": 4, **more}
     return await door.post("/v1/completions", json=body)
 
 
-def asked(door: httpx.AsyncClient, prompt: list[int], number: int) -> list[asyncio.Task[Any]]:
+def asked(door, prompt, number):
     """Requests that begin as that prompt does."""
     prompts = [prompt[:100] + some_prompt(50 + n) for n in range(number)]
     return [asyncio.create_task(ask(door, p, stream=n % 2 == 0)) for n, p in enumerate(prompts)]
 
 
-async def started(three: Trio, number: int) -> None:
+async def started(three, number):
     """Until d has been sent so many requests."""
 
-    async def count() -> int:
+    async def count():
         return three.d.started
 
     await eventually(count, lambda found: found >= number)
 
 
-async def outstanding(redis: Redis) -> int:
+async def outstanding(redis):
     return int(await redis.zcard(KEYS["fetches"]))
 
 
-def wrong(answers: list[httpx.Response]) -> int:
+def wrong(answers):
     return sum("wrong" in answer.text for answer in answers)
 
 
-async def nothing(*_: object) -> None:
+async def nothing(*_):
     pass
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 async def test_no_replica_gives_a_wrong_text_while_the_one_that_knows_stands_still(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    guarded: bool,
-) -> None:
+    one_redis_server, redis, tmp_path, monkeypatch, guarded
+):
     if not guarded:
         monkeypatch.setattr(KvLeases, "confirm", nothing)
         monkeypatch.setattr(Agent, "_tell_late", nothing)
@@ -124,16 +113,12 @@ async def test_no_replica_gives_a_wrong_text_while_the_one_that_knows_stands_sti
 
 @pytest.mark.parametrize("how", ["measured", "unproven", "believed"])
 async def test_what_operators_say_of_a_lease_is_not_believed(
-    one_redis_server: EmbeddedRedis,
-    redis: Redis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
-) -> None:
+    one_redis_server, redis, tmp_path, monkeypatch, how
+):
     """The control: where it is, texts are wrong."""
     if how == "believed":
 
-        async def believed(*_: object) -> AsyncIterator[float]:
+        async def believed(*_):
             yield FLAG_S
 
         monkeypatch.setattr(follower, "lease_of", believed)
@@ -164,8 +149,8 @@ async def test_what_operators_say_of_a_lease_is_not_believed(
 
 
 async def test_counts_that_an_earlier_request_left_taint_no_later_one(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     async with trio(redis, one_redis_server.url, tmp_path) as three:
         three.p._unheard = 2  # it counts them with its next step, for the next prompt
         three.d.faults = Faults(token_s=2 * LEASE_S / 15)
@@ -178,8 +163,8 @@ async def test_counts_that_an_earlier_request_left_taint_no_later_one(
 
 
 async def test_a_killed_replica_leaves_its_record_until_an_answer_shows_that_all_is_well(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     url = one_redis_server.url
     about = {"reset": True}  # as it may hear too late that nobody waits for it any more
     async with trio(redis, url, tmp_path, **about) as three, third_replica(url) as (process, dying):
@@ -194,7 +179,7 @@ async def test_a_killed_replica_leaves_its_record_until_an_answer_shows_that_all
         await asyncio.sleep(LEASE_S)
         prompts = itertools.count(100)
 
-        async def left() -> int:
+        async def left():
             assert wrong([await three.ask(some_prompt(next(prompts)))]) == 0
             return await outstanding(redis)
 
@@ -202,8 +187,8 @@ async def test_a_killed_replica_leaves_its_record_until_an_answer_shows_that_all
 
 
 async def test_a_target_is_passed_over_while_the_source_that_can_tell_is_not_heard_of(
-    one_redis_server: EmbeddedRedis, redis: Redis, tmp_path: Path
-) -> None:
+    one_redis_server, redis, tmp_path
+):
     url, prompt = one_redis_server.url, some_prompt(8)
     flags = ("--kv-transfer=nixl", "--role=prefill", "--kv-compatible=fakes")
     async with trio(redis, url, tmp_path, is_deaf=True) as three:
@@ -222,13 +207,13 @@ async def test_a_target_is_passed_over_while_the_source_that_can_tell_is_not_hea
         assert wrong([answer]) == 0
         assert answer.headers["x-kvroute-worker"] == "e:0"
 
-        async def target() -> str:
+        async def target():
             return (await three.target_of(prompt))[0]
 
         await eventually(target, lambda name: name == "e")
         await three.begin_agent("p")
 
-        async def tainted() -> list[bytes]:
+        async def tainted():
             assert wrong([await three.ask(prompt)]) == 0
             return await three.tainted()
 

@@ -3,21 +3,14 @@
 The engines here only say what vLLM's NixlConnector says; tests/engines has the real ones.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 from aiohttp import web
-from redis.asyncio import Redis
 
 from app.core.roles import Role
-from app.core.verdicts import Marks, parse_marks
-from app.local.redis_server import EmbeddedRedis
+from app.core.verdicts import parse_marks
 from tests.door.conftest import completing, replica, until_serving
 from tests.eventually import eventually
 from tests.fake_worker import KEYS
@@ -49,40 +42,32 @@ DO = {
 class Engine:
     """Answers as it is told, and keeps what it was asked."""
 
-    def __init__(self, text: str, params: dict[str, Any] | None = None, status: int = 200) -> None:
-        self.asked: list[dict[str, Any]] = []
+    def __init__(self, text, params=None, status=200):
+        self.asked = []
         self.text, self.params, self.status = text, params, status
         self.holds_up = asyncio.Event()
         self.holds_up.set()
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request):
         self.asked.append(await request.json())
         await self.holds_up.wait()
         return self.answer(self.text)
 
-    def answer(self, text: str) -> web.Response:
+    def answer(self, text):
         usage = {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
-        answer: dict[str, Any] = {"choices": [{"text": text}], "usage": usage}
+        answer = {"choices": [{"text": text}], "usage": usage}
         if self.params:
             answer["kv_transfer_params"] = self.params
         return web.json_response(answer, status=self.status)
 
 
 @asynccontextmanager
-async def pair(
-    redis: Redis,
-    url: str,
-    source: Engine,
-    target: Engine,
-    *,
-    registered_s: float = 0.0,
-    **settings: Any,
-) -> AsyncIterator[httpx.AsyncClient]:
+async def pair(redis, url, source, target, *, registered_s=0.0, **settings):
     """A door before a worker that prefills and one that decodes; requests are always split.
 
     registered_s: the lease that both say they give.
     """
-    about: dict[str, Any] = {"kv_transfer": "nixl", "kv_lease_s": registered_s}
+    about = {"kv_transfer": "nixl", "kv_lease_s": registered_s}
     async with AsyncExitStack() as opened:
         for name, engine, role in (("p", source, Role.PREFILL), ("d", target, Role.DECODE)):
             worker = completing(redis, name, engine.complete, "vllm 0.32.0", role=role, **about)
@@ -93,24 +78,24 @@ async def pair(
         yield client
 
 
-async def ask(door: httpx.AsyncClient, **more: Any) -> httpx.Response:
+async def ask(door, **more):
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 9, **more}
     return await door.post("/v1/completions", json=body)
 
 
-async def blocks_reserved(redis: Redis) -> list[int]:
-    loads: dict[bytes, bytes] = await redis.hgetall(KEYS["load"])
+async def blocks_reserved(redis):
+    loads = await redis.hgetall(KEYS["load"])
     return [int(load.split()[4]) for _, load in sorted(loads.items())]
 
 
-async def failures(redis: Redis) -> list[Marks]:
+async def failures(redis):
     """What speaks against workers."""
     return list(map(parse_marks, await redis.hvals(KEYS["verdicts"])))
 
 
 async def test_the_source_is_asked_for_one_token_and_the_target_told_where_the_kv_is(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     source, target = Engine("x", PARAMS), Engine("all of it")
     async with pair(redis, one_redis_server.url, source, target) as door:
         answer = await ask(door, min_tokens=3, temperature=0)
@@ -142,9 +127,7 @@ async def test_the_source_is_asked_for_one_token_and_the_target_told_where_the_k
 @pytest.mark.parametrize(
     "more", [{"n": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"prompt": [PROMPT, PROMPT]}]
 )
-async def test_what_cannot_be_split_goes_to_one_worker_alone(
-    one_redis_server: EmbeddedRedis, redis: Redis, more: dict[str, Any]
-) -> None:
+async def test_what_cannot_be_split_goes_to_one_worker_alone(one_redis_server, redis, more):
     source, target = Engine("x", PARAMS), Engine("all of it")
     async with pair(redis, one_redis_server.url, source, target, strict_roles=True) as door:
         answer = await ask(door, **more)
@@ -156,8 +139,8 @@ async def test_what_cannot_be_split_goes_to_one_worker_alone(
 
 @pytest.mark.parametrize("status", [500, 503])
 async def test_without_its_source_a_request_is_answered_by_its_worker_alone(
-    one_redis_server: EmbeddedRedis, redis: Redis, status: int
-) -> None:
+    one_redis_server, redis, status
+):
     source, target = Engine("x", PARAMS, status), Engine("all of it")
     async with pair(redis, one_redis_server.url, source, target) as door:
         answer = await ask(door)
@@ -168,9 +151,7 @@ async def test_without_its_source_a_request_is_answered_by_its_worker_alone(
     assert "kv_transfer_params" not in target.asked[0]
 
 
-async def test_a_source_that_hands_on_nothing_costs_no_request(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_source_that_hands_on_nothing_costs_no_request(one_redis_server, redis):
     source, target = Engine("x"), Engine("all of it")
     async with pair(redis, one_redis_server.url, source, target) as door:
         assert (await ask(door)).json()["choices"][0]["text"] == "all of it"
@@ -188,8 +169,8 @@ async def test_a_source_that_hands_on_nothing_costs_no_request(
     ],
 )
 async def test_a_broken_answer_of_a_source_is_the_source_s_failure_and_no_client_s(
-    one_redis_server: EmbeddedRedis, redis: Redis, params: Any
-) -> None:
+    one_redis_server, redis, params
+):
     source, target = Engine("x", params), Engine("all of it")
     async with pair(redis, one_redis_server.url, source, target) as door:
         for number in (1, 2):
@@ -203,12 +184,12 @@ async def test_a_broken_answer_of_a_source_is_the_source_s_failure_and_no_client
 
 @pytest.mark.parametrize("refuses_all", [False, True])
 async def test_what_a_target_refuses_with_a_source_it_is_asked_alone(
-    one_redis_server: EmbeddedRedis, redis: Redis, refuses_all: bool
-) -> None:
+    one_redis_server, redis, refuses_all
+):
     """The client is told of what the target refuses alone as well."""
 
     class Strict(Engine):
-        async def complete(self, request: web.Request) -> web.Response:
+        async def complete(self, request):
             refuses = refuses_all or "kv_transfer_params" in await request.json()
             self.status = 400 if refuses else 200
             return await super().complete(request)
@@ -226,7 +207,7 @@ class Frozen(Engine):
     """Answers requests that name a source once it thaws, and then, as its source's lease has ended,
     with what belongs to other prompts."""
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request):
         has_source = "kv_transfer_params" in await request.json()
         self.text = "wrong" if has_source else "right"
         if not has_source:
@@ -238,8 +219,8 @@ class Frozen(Engine):
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("own_s", "registered_s"), [(2.0, 0.0), (2.0, 30.0), (30.0, 2.0)])
 async def test_a_target_that_has_not_begun_within_the_lease_is_given_up(
-    one_redis_server: EmbeddedRedis, redis: Redis, own_s: float, registered_s: float, streams: bool
-) -> None:
+    one_redis_server, redis, own_s, registered_s, streams
+):
     """Nobody says here when the lease ends: so it may, a lease after the source was asked."""
     source, target, other = Engine("x", PARAMS), Frozen("wrong"), Engine("of another")
     target.holds_up.clear()
@@ -260,9 +241,7 @@ async def test_a_target_that_has_not_begun_within_the_lease_is_given_up(
     assert ["kv_transfer_params" in asked for asked in target.asked] == [True, False, True]
 
 
-async def test_it_is_said_if_nobody_is_left_who_decodes(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_it_is_said_if_nobody_is_left_who_decodes(one_redis_server, redis):
     async with (
         completing(redis, "p", Engine("x").complete, role=Role.PREFILL, kv_transfer="nixl"),
         replica(one_redis_server.url) as door,
@@ -273,9 +252,7 @@ async def test_it_is_said_if_nobody_is_left_who_decodes(
     assert "no worker that decodes is alive: all have the role prefill" in answer.text
 
 
-async def test_a_lease_counts_from_before_the_source_was_asked(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_lease_counts_from_before_the_source_was_asked(one_redis_server, redis):
     """Its answer may have been held up on the way, and its lease have begun long before that."""
     source, target = Engine("x", PARAMS), Frozen("wrong")
     source.holds_up.clear()
@@ -292,9 +269,7 @@ async def test_a_lease_counts_from_before_the_source_was_asked(
     assert ["kv_transfer_params" in asked for asked in target.asked] == [True, False]
 
 
-async def test_a_source_that_was_held_up_is_not_believed(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_source_that_was_held_up_is_not_believed(one_redis_server, redis):
     """Its lease may have begun, and ended, long before it answered."""
     source, target = Engine("x", PARAMS), Engine("all of it")
     source.holds_up.clear()
@@ -307,9 +282,7 @@ async def test_a_source_that_was_held_up_is_not_believed(
     assert "kv_transfer_params" not in target.asked[0]
 
 
-async def test_a_target_that_fails_takes_nobody_elses_blocks_with_it(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+async def test_a_target_that_fails_takes_nobody_elses_blocks_with_it(one_redis_server, redis):
     source, target, other = Engine("x", PARAMS), Engine("no", status=500), Engine("all of it")
     async with (
         pair(redis, one_redis_server.url, source, target) as door,
@@ -326,8 +299,8 @@ async def test_a_target_that_fails_takes_nobody_elses_blocks_with_it(
 
 
 async def test_a_client_that_hangs_up_between_the_steps_leaves_what_the_source_keeps(
-    one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    one_redis_server, redis
+):
     source, target = Engine("x", PARAMS), Engine("all of it")
     target.holds_up.clear()
     async with pair(redis, one_redis_server.url, source, target, kv_lease_s=2.0) as door:
@@ -339,5 +312,5 @@ async def test_a_client_that_hangs_up_between_the_steps_leaves_what_the_source_k
         target.holds_up.set()
 
 
-async def _len(asked: list[dict[str, Any]]) -> int:
+async def _len(asked):
     return len(asked)

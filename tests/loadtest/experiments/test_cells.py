@@ -1,7 +1,5 @@
 """Cells in virtual time: who gets which request, and what a cell is."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -10,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from app.simulation.setting import Setting
-from app.simulation.steps import SimRequest
 from loadtest.experiments.cells import CellSimulation, Door, first_blocks, first_turn, main, play
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest, read_trace
 from loadtest.virtual import Simulation, TracePrompts
@@ -18,16 +15,16 @@ from loadtest.virtual import Simulation, TracePrompts
 RNG = np.random.default_rng(0)
 
 
-def request(index: int, blocks: tuple[int, ...], think_s: float = 0.0) -> TraceRequest:
+def request(index, blocks, think_s=0.0):
     return TraceRequest(index, 256 * len(blocks), 10, blocks, 256, think_s)
 
 
-def chosen(door: Door, session: Session, under_way: list[int], turn: int = 0) -> int:
-    made: SimRequest = TracePrompts(256).of(session.turns[turn])
+def chosen(door, session, under_way, turn=0):
+    made = TracePrompts(256).of(session.turns[turn])
     return door.choose(session, made, under_way, RNG)
 
 
-def test_turns_of_a_session_and_prompts_that_begin_alike_have_one_cell() -> None:
+def test_turns_of_a_session_and_prompts_that_begin_alike_have_one_cell():
     sessions = [
         Session(0.0, tuple(request(4 * n + turn, (1, n, *range(turn))) for turn in range(4)))
         for n in range(40)
@@ -41,9 +38,7 @@ def test_turns_of_a_session_and_prompts_that_begin_alike_have_one_cell() -> None
 
 
 @pytest.mark.parametrize(("under_way", "is_moved"), [([5, 3], True), ([4, 4], False)])
-def test_a_cell_with_more_than_its_bound_passes_requests_on(
-    under_way: list[int], is_moved: bool
-) -> None:
+def test_a_cell_with_more_than_its_bound_passes_requests_on(under_way, is_moved):
     session = Session(0.0, (request(0, (1,)),))
     usual = chosen(Door(first_turn), session, [0, 0])
     # Nine requests with this one: one cell may have five at most.
@@ -52,13 +47,13 @@ def test_a_cell_with_more_than_its_bound_passes_requests_on(
     assert chosen(Door(first_turn), session, seen) == usual
 
 
-def test_by_a_bound_of_one_the_cell_with_the_fewest_requests_is_chosen() -> None:
+def test_by_a_bound_of_one_the_cell_with_the_fewest_requests_is_chosen():
     session = Session(0.0, (request(0, (1,)),))
     assert {chosen(Door(bound=1.0), session, [3, 2]) for _ in range(20)} == {1}
     assert {chosen(Door(bound=1.0), session, [2, 2]) for _ in range(20)} == {0, 1}
 
 
-def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other() -> None:
+def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other():
     trace = read_trace(DEMO_TRACE).cut(requests=150)
     setting = Setting(num_workers=4)
     alone = Simulation("latency", setting).run(trace)
@@ -71,12 +66,12 @@ def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other() -> No
     assert sorted(cached) == [0, 0, *[19 * 256] * 6]
 
 
-def test_cells_of_unequal_size_are_not_compared() -> None:
+def test_cells_of_unequal_size_are_not_compared():
     refused = CliRunner().invoke(main, ("--workers", "5"))
     assert (refused.exit_code, "5 workers are no 2 cells" in refused.output) == (2, True)
 
 
-def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two() -> None:
+def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two():
     session = Session(0.0, (request(0, (1, 2, 3, 4)),))
     first = chosen(Door(first_turn), session, [0, 0, 0, 0])
     busy = [5 if cell == first else 0 for cell in range(4)]
@@ -88,7 +83,7 @@ def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two() -> None:
     assert chosen(Door(first_turn, 1.5, by_tokens=True), session, busy) == first
 
 
-def test_nothing_is_lost_on_the_way_and_the_busiest_cell_is_told() -> None:
+def test_nothing_is_lost_on_the_way_and_the_busiest_cell_is_told():
     trace = read_trace(DEMO_TRACE).cut(requests=100)
     door = Door(partial(first_blocks, 4), 1.25)
     figures = play(trace, Setting(num_workers=4), 2, door, 1.0, seed=1)

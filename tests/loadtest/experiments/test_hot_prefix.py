@@ -1,16 +1,12 @@
 """The crowd that asks for one prefix."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import orjson
 from click.testing import CliRunner
 
 from loadtest.experiments.hot_prefix import main
 
 
-def test_each_worker_fetches_the_prefix_once_and_the_table_shows_it(tmp_path: Path) -> None:
+def test_each_worker_fetches_the_prefix_once_and_the_table_shows_it(tmp_path):
     file = tmp_path / "spread.json"
     options = ["--requests", "60", "--within-s", "0.6", "--link-gbit", "100", "--seeds", "1"]
     ended = CliRunner().invoke(main, [*options, "--json", str(file)])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -13,14 +11,14 @@ JOINED = Traffic(8192, 1536, 48, joins=True)
 
 @pytest.mark.parametrize("idle_reported", [True, False])
 @pytest.mark.parametrize("replicas", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_quiet_fleet_uses_its_memory_as_one(replicas: int, idle_reported: bool) -> None:
+def test_a_quiet_fleet_uses_its_memory_as_one(replicas, idle_reported):
     setting = Setting(num_workers=4, replicas=replicas, idle_reported=idle_reported)
     figures = play(SHARED, "latency", setting, seed=1)
     assert figures["computed"] < 1.2
     assert figures["least"] > 0.5
 
 
-def test_policies_that_do_not_spread_or_ignore_the_cache_do_not() -> None:
+def test_policies_that_do_not_spread_or_ignore_the_cache_do_not():
     """Else the test above could not fail."""
     setting = Setting(num_workers=4)
     for policy in ("blocks", "least_loaded"):
@@ -28,17 +26,17 @@ def test_policies_that_do_not_spread_or_ignore_the_cache_do_not() -> None:
         assert figures["computed"] > 1.5 or figures["least"] < 0.2
 
 
-def test_a_worker_that_joins_a_quiet_fleet_gets_its_share() -> None:
+def test_a_worker_that_joins_a_quiet_fleet_gets_its_share():
     assert play(JOINED, "latency", Setting(num_workers=4), seed=1)["joined"] > 0.5
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_each_turn_of_a_conversation_extends_the_one_before(traffic: Traffic) -> None:
+def test_each_turn_of_a_conversation_extends_the_one_before(traffic):
     trace = traffic.trace(3_200_000, seed=0)
     turns = [turn for session in trace.sessions for turn in session.turns]
     assert len({turn.index for turn in turns}) == len(turns)
     shared = traffic.shared_tokens // 256
-    conversations: dict[int, list[tuple[int, ...]]] = {}
+    conversations = {}
     for turn in turns:
         conversations.setdefault(turn.blocks[shared], []).append(turn.blocks)
     assert {len(its) for its in conversations.values()} == {TURNS}

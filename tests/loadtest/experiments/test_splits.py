@@ -1,9 +1,5 @@
 """The table of fixed splits, of the price, and of neither."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import orjson
 from click.testing import CliRunner
 
@@ -12,7 +8,7 @@ from loadtest.experiments.splits import main
 SMALL = ("--requests", "60", "--load", "1.2", "--link-gbit", "400", "--roles", "2p6d")
 
 
-def test_each_row_splits_as_it_says(tmp_path: Path) -> None:
+def test_each_row_splits_as_it_says(tmp_path):
     file = tmp_path / "splits.json"
     ended = CliRunner().invoke(main, [*SMALL, "--seeds", "2", "--json", str(file)])
     assert ended.exit_code == 0, ended.output
@@ -25,6 +21,6 @@ def test_each_row_splits_as_it_says(tmp_path: Path) -> None:
     assert all(one["fetched"] == 0 for one in whole)
 
 
-def test_splits_of_different_numbers_of_workers_are_not_compared() -> None:
+def test_splits_of_different_numbers_of_workers_are_not_compared():
     refused = CliRunner().invoke(main, [*SMALL, "--roles", "3p6d"])
     assert (refused.exit_code, "different numbers of workers" in refused.output) == (2, True)

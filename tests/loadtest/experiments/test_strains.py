@@ -1,20 +1,15 @@
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from loadtest.experiments.strains import ROWS, Row, play
 from loadtest.traffic import TRAFFIC, made_trace
 
 
-def test_there_is_a_row_for_all_traffic() -> None:
+def test_there_is_a_row_for_all_traffic():
     assert {row.traffic for row in ROWS} == TRAFFIC.keys()
 
 
-def test_a_row_may_be_of_some_requests_alone() -> None:
+def test_a_row_may_be_of_some_requests_alone():
     trace = made_trace("jobs").cut(39.0, 6.0)
 
-    def waits(only: str) -> Mapping[str, Any]:
+    def waits(only):
         return play(Row("few", "jobs", priorities=True, only=only), trace, "latency", 0)
 
     chats, jobs, longest = waits("normal"), waits("low"), "ttft_longest_s"

@@ -1,7 +1,5 @@
 """How much the load will have grown when a worker that is asked for now is live."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,18 +11,18 @@ from app.simulation.steps import SimRequest
 RULES = Rules(window_s=180.0, lead_s=60.0)
 
 
-def asked(*at_s: float, startup_s: float = 60.0) -> FleetState:
+def asked(*at_s, startup_s=60.0):
     """At 1,000 s; the 240 s from 760 s on count."""
     requests = [PastRequest(at, "w0", SimRequest(str(at), (), (1,), 1, 1)) for at in at_s]
     return FleetState(1000.0, [], requests, startup_s=startup_s)
 
 
-def rising(number: int) -> list[float]:
+def rising(number):
     """From a rate of 0 on evenly: half as many came in the first 170 s as in all 240."""
     return [760.0 + 240.0 * math.sqrt((n + 0.5) / number) for n in range(number)]
 
 
-def test_an_even_rate_foretells_itself_and_a_falling_one_no_less() -> None:
+def test_an_even_rate_foretells_itself_and_a_falling_one_no_less():
     even = [760.0 + 240.0 * (n + 0.5) / 500 for n in range(500)]
     assert growth(asked(*even), RULES) == 1.0
     assert growth(asked(*(1760.0 - at_s for at_s in rising(500))), RULES) == 1.0
@@ -32,13 +30,13 @@ def test_an_even_rate_foretells_itself_and_a_falling_one_no_less() -> None:
 
 
 @pytest.mark.parametrize("began_s_ago", [0.5, 5, 30, 120, 150, 180, 210, 239])
-def test_even_traffic_that_began_lately_does_not_grow(began_s_ago: float) -> None:
+def test_even_traffic_that_began_lately_does_not_grow(began_s_ago):
     even = [1000.0 - began_s_ago * (1 - n / 500) for n in range(500)]
     assert growth(asked(*even), RULES) == 1.0
     assert growth(asked(500.0, *even), RULES) == 1.0, "also after a pause"
 
 
-def test_a_rising_rate_is_extrapolated_to_the_end_of_a_start_less_what_may_be_chance() -> None:
+def test_a_rising_rate_is_extrapolated_to_the_end_of_a_start_less_what_may_be_chance():
     """Requests lie 40 s behind the middle, which is 12 * 40 / 240² of the mean a second."""
     chance_s = 240 / math.sqrt(12 * 10_000)
     rise = 12 * (40 - chance_s) / 240**2
@@ -48,7 +46,7 @@ def test_a_rising_rate_is_extrapolated_to_the_end_of_a_start_less_what_may_be_ch
     assert later == pytest.approx(found + rise, rel=0.01)
 
 
-def test_few_requests_foretell_little_and_none_more_than_twice_as_many() -> None:
+def test_few_requests_foretell_little_and_none_more_than_twice_as_many():
     few, many = (growth(asked(*rising(number)), RULES) for number in (5, 1000))
     assert 1.0 < few < 1.1
     assert many == MOST_GROWTH

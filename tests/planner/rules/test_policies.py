@@ -1,8 +1,6 @@
 """What each policy proposes, and within which rules: a row is a fleet, and what it should have."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,46 +29,31 @@ LATELY_S, BEFORE_S = 911.0, 910.0
 """Less than the three intervals of grace ago, and just as long ago."""
 CALM, IDLE = WorkerLoad(0.3, 0.5, 0.6, 0.0, 4.0), WorkerLoad(0.0, 0.0, 0.0, 0.0, 0.0)
 SHORT, FULL = replace(CALM, prefill_queue=0.9), replace(CALM, kv_usage=0.95)
-Size = int | tuple[int, int]
-"""Of a fleet without roles, or of its two pools."""
 Shares = Mapping[Any, float]
 """The attainment predicted for each size; those absent must not be asked for."""
 
 
-def worker(
-    name: str,
-    load: WorkerLoad | None = CALM,
-    phase: Phase = Phase.LIVE,
-    since_s: float = 0.0,
-    worth_s: float = 0.0,
-    role: Role = Role.BOTH,
-) -> WorkerState:
+def worker(name, load=CALM, phase=Phase.LIVE, since_s=0.0, worth_s=0.0, role=Role.BOTH):
     return WorkerState(name, phase, since_s, load, worth_s, role=role)
 
 
-def fleet(
-    size: int,
-    *others: WorkerState,
-    past: Sequence[Proposal] = (),
-    now_s: float = NOW_S,
-    **load: float,
-) -> FleetState:
+def fleet(size, *others, past=(), now_s=NOW_S, **load):
     """load: what differs from CALM."""
     workers = [worker(f"w{n}", replace(CALM, **load)) for n in range(size)]
     return FleetState(now_s, [*workers, *others], proposals=past)
 
 
 def pools(
-    prefill: int,
-    decode: int,
-    prefills: WorkerLoad = CALM,
-    decodes: WorkerLoad = CALM,
-    *others: WorkerState,
-    role: Role = Role.DECODE,
-    p_since_s: float = 0.0,
-    d_since_s: float = 0.0,
-    past: Sequence[Proposal] = (),
-) -> FleetState:
+    prefill,
+    decode,
+    prefills=CALM,
+    decodes=CALM,
+    *others,
+    role=Role.DECODE,
+    p_since_s=0.0,
+    d_since_s=0.0,
+    past=(),
+):
     first = [
         worker(f"p{n}", prefills, since_s=p_since_s, role=Role.PREFILL) for n in range(prefill)
     ]
@@ -78,31 +61,29 @@ def pools(
     return FleetState(NOW_S, [*first, *then, *others], proposals=past, wants_roles=True)
 
 
-def sleepy(
-    size: int, idle_s: float, load: WorkerLoad = IDLE, since_s: float = 0.0, **more: bool
-) -> FleetState:
+def sleepy(size, idle_s, load=IDLE, since_s=0.0, **more):
     """A fleet that was last asked so long ago, and may sleep."""
     workers = [worker(f"w{n}", load, since_s=since_s) for n in range(size)]
     recent = [asked(NOW_S - idle_s)]
     return FleetState(NOW_S, workers, recent, **({"may_sleep": True} | more))
 
 
-def asked(at_s: float = 900.0, came: Latencies | None = None) -> PastRequest:
+def asked(at_s=900.0, came=None):
     return PastRequest(at_s, "w0", SimRequest("r", (), (1,) * 8, 8, 4), came=came)
 
 
-def past(at_s: float, needed: float, size: int = 4) -> Proposal:
+def past(at_s, needed, size=4):
     return Proposal(at_s, "slo", size, size, R.ENOUGH, inputs={"needed": needed})
 
 
-def of(size: Size) -> Pools:
+def of(size):
     return Pools(0, size) if isinstance(size, int) else Pools(*size)
 
 
-def run(policy: str, state: FleetState, shares: Shares | None = None, **rules: Any) -> Proposal:
+def run(policy, state, shares=None, **rules):
     """The victim is the last worker of its pool."""
 
-    def predict(asked: Pools) -> Prediction:
+    def predict(asked):
         key = (asked.prefill, asked.decode) if state.has_roles else asked.decode
         assert shares is not None
         return Prediction(
@@ -127,7 +108,7 @@ NOT_YET, LONG_AGO = [past(NOW_S - 59.0, 3)], [past(NOW_S - 61.0, 3), past(NOW_S 
 """A step down costs the start of 60 s and 0.5 s of prefills, so it is kept for so long."""
 MADE = Proposal(0.0, "slo", 4, 4, R.ENOUGH, None, {"needed": 3.0}, (), Pools(2, 2), Pools(2, 2))
 
-CASES: list[tuple[str, FleetState, Mapping[str, Any], Size, R]] = [
+CASES = [
     # threshold: one more if either load is high, one less if both are low
     ("threshold", fleet(4), {}, 4, R.ENOUGH),
     ("threshold", fleet(4, prefill_queue=0.5), {}, 4, R.ENOUGH),
@@ -302,9 +283,7 @@ CASES: list[tuple[str, FleetState, Mapping[str, Any], Size, R]] = [
 
 
 @pytest.mark.parametrize(("policy", "state", "given", "desired", "reason"), CASES)
-def test_a_fleet_gets_the_size_that_its_policy_wants(
-    policy: str, state: FleetState, given: Mapping[str, Any], desired: Size, reason: R
-) -> None:
+def test_a_fleet_gets_the_size_that_its_policy_wants(policy, state, given, desired, reason):
     proposal = run(policy, state, **given)
     before, after = state.pools, of(desired)
     assert (proposal.after, proposal.reason) == (after, reason)
@@ -323,11 +302,11 @@ def test_a_fleet_gets_the_size_that_its_policy_wants(
     assert told == given.get("shares", {}).keys() or not proposal.candidates
 
 
-def spare(*needed: int) -> list[Proposal]:
+def spare(*needed):
     """Proposals every 30 s, the last one now, for four workers of which so many are needed."""
     worth_s = (40.0, 29.0, 90.0, 50.0)
     workers = [worker(f"w{n}", worth_s=each_s) for n, each_s in enumerate(worth_s)]
-    made: list[Proposal] = []
+    made = []
     for number, enough in enumerate(needed):
         now_s = NOW_S - 30.0 * (len(needed) - 1 - number)
         state = FleetState(now_s, workers, proposals=made, startup_s=60.0)
@@ -347,16 +326,14 @@ def spare(*needed: int) -> list[Proposal]:
     ],
 )
 def test_slo_removes_one_when_it_has_been_spare_for_as_long_as_its_return_would_cost(
-    needed: Sequence[int], desired: int, reason: R
-) -> None:
+    needed, desired, reason
+):
     last = spare(*needed)[-1]
     assert (last.desired, last.reason, last.inputs["change_s"]) == (desired, reason, 89.5)
 
 
 @pytest.mark.parametrize(("needed", "desired"), [(2, 2), (3, 3)])
-def test_slo_removes_those_that_have_been_spare_as_long_one_after_the_other(
-    needed: int, desired: int
-) -> None:
+def test_slo_removes_those_that_have_been_spare_as_long_one_after_the_other(needed, desired):
     before = spare(*[needed] * 4)
     assert before[-1].desired == 3
     shares = {size: 0.99 if size >= needed else 0.5 for size in (1, 2, 3)}
@@ -364,7 +341,7 @@ def test_slo_removes_those_that_have_been_spare_as_long_one_after_the_other(
     assert run("slo", state, shares).desired == desired
 
 
-def test_slo_keeps_no_worker_for_longer_than_ten_minutes_whatever_its_cache_is_worth() -> None:
+def test_slo_keeps_no_worker_for_longer_than_ten_minutes_whatever_its_cache_is_worth():
     dear = [worker(f"w{n}", worth_s=1e6) for n in range(4)]
     shares = {1: 0.5, 2: 0.5, 3: 1.0, 4: 1.0}
     before = [run("slo", FleetState(NOW_S - 600.0, dear), shares)]
@@ -372,10 +349,10 @@ def test_slo_keeps_no_worker_for_longer_than_ten_minutes_whatever_its_cache_is_w
         assert run("slo", FleetState(now_s, dear, proposals=before), shares).desired == desired
 
 
-def test_equal_shares_are_told_apart_by_the_time_to_the_first_token() -> None:
+def test_equal_shares_are_told_apart_by_the_time_to_the_first_token():
     late = {(1, 2): 9.0, (2, 1): 1.0}
 
-    def predict(asked: Pools) -> Prediction:
+    def predict(asked):
         p99_s = late.get((asked.prefill, asked.decode), 5.0)
         return Prediction(asked.size, 100, 0.99 if asked.size > 2 else 0.5, p99_s, 0.5, asked)
 
@@ -389,9 +366,7 @@ GOOD, LATE, SLOW = Latencies(0.1, 0.01), Latencies(60.0, 0.01), Latencies(0.1, 0
 @pytest.mark.parametrize(
     ("since_s", "found"), [(0.0, (4, 0.5)), (903.0, (1, 1.0)), (904.0, (1, 1.0)), (950.0, (0, 1.0))]
 )
-def test_attained_is_what_came_of_the_requests_that_somebody_told_of(
-    since_s: float, found: tuple[int, float]
-) -> None:
+def test_attained_is_what_came_of_the_requests_that_somebody_told_of(since_s, found):
     recent = [asked(900.0 + n, came) for n, came in enumerate((GOOD, LATE, SLOW, None, GOOD))]
     assert attained(replace(fleet(1), recent=recent), Rules().slo, since_s) == found
 
@@ -403,9 +378,7 @@ def test_attained_is_what_came_of_the_requests_that_somebody_told_of(
         *((186, 0.97, 0.965, 5), (186, 0.97, 0.995, 4)),
     ],
 )
-def test_slo_aims_above_its_target_by_what_was_missed(
-    met: int, aim: float, share: float, desired: int
-) -> None:
+def test_slo_aims_above_its_target_by_what_was_missed(met, aim, share, desired):
     recent = [asked(came=GOOD)] * met + [asked(came=LATE)] * (200 - met)
     recent += [asked(NOW_S - 1800.1, LATE)] * 50  # too long ago
     proposal = run("slo", replace(fleet(4), recent=recent), {3: 0.90, 4: share, 5: 1.0})
@@ -415,5 +388,5 @@ def test_slo_aims_above_its_target_by_what_was_missed(
     assert (inputs["requests"], inputs["known"], inputs["attainment"]) == (100, 200, share)
 
 
-def test_workers_that_are_not_there_have_no_load() -> None:
+def test_workers_that_are_not_there_have_no_load():
     assert run("threshold", fleet(0, PENDING)).inputs == {"prefill_queue": 0.0, "kv_load": 0.0}

@@ -1,17 +1,14 @@
-from __future__ import annotations
-
 import pytest
-from redis.asyncio import Redis
 
 from tests.workers.agent.harness import Observer
 
 
 @pytest.fixture
-def observer(redis: Redis) -> Observer:
+def observer(redis):
     return Observer(redis)
 
 
 @pytest.fixture(autouse=True)
-def frequent_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_renewals(monkeypatch):
     """Of leases that are long: short ones lapse on a busy machine."""
     monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.1)

@@ -1,22 +1,16 @@
 """Agents on a real Redis, what routers see of them, and faults between the two."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
-from typing import Any
-
-from redis.asyncio import Redis
 
 from app.core import registration
-from app.core.errors import NamespaceMissing, RedisFull, RedisUnavailable
+from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Reservation, Wish
-from app.core.types import Incarnation, SequenceHash, TierOverlap, WorkerKey
+from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.state import leases, reservations
 from app.state.overlap import match
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from workers.agent.agent import Agent, AgentSettings
 
@@ -30,18 +24,11 @@ LEARNED = Speed(prefill_s_per_token=1e-4, mean_output_tokens=250.0)
 READ = GpuReadings(utilisation=0.5, pcie_sent_bytes_per_s=7_000)
 
 
-def info(worker_id: str = "w0", block_size: int = 16) -> WorkerInfo:
+def info(worker_id="w0", block_size=16):
     return WorkerInfo(WorkerKey(worker_id), "http://10.0.0.1:8081", block_size, 100, 256)
 
 
-def new_agent(
-    redis: Redis,
-    *,
-    ttl_s: float = 60.0,
-    shards: int = 1,
-    runner: ScriptRunner | None = None,
-    **changed: Any,
-) -> Agent:
+def new_agent(redis, *, ttl_s=60.0, shards=1, runner=None, **changed):
     """One that renews its lease ten times a second: see conftest.py."""
     return Agent(
         runner or ScriptRunner(redis, timeout_s=5.0),
@@ -56,11 +43,11 @@ def new_agent(
 class Observer:
     """What routers see, and faults of Redis."""
 
-    def __init__(self, redis: Redis) -> None:
-        self.redis: Any = redis
+    def __init__(self, redis):
+        self.redis = redis
         self.runner = ScriptRunner(redis, timeout_s=1.0)
 
-    async def live(self) -> dict[Incarnation, str]:
+    async def live(self):
         """The worker key of each incarnation that is routed to."""
         try:
             loads = (await self.runner.one(reservations.loads(KEYS))).loads
@@ -73,9 +60,7 @@ class Observer:
             if text is not None
         }
 
-    async def overlaps(
-        self, chain: Sequence[SequenceHash] = CHAIN
-    ) -> dict[Incarnation, TierOverlap]:
+    async def overlaps(self, chain=CHAIN):
         """The overlap of `chain` with each incarnation that is routed to."""
         live = await self.live()
         if not live:
@@ -83,40 +68,40 @@ class Observer:
         found, _ = await match(self.runner, KEYS, [chain])
         return {inc: overlap for inc, overlap in found[0].items() if inc in live}
 
-    async def blocks(self) -> dict[bytes, bytes]:
+    async def blocks(self):
         """All entries of the index: sequence hash in hex -> owners."""
-        entries: dict[bytes, bytes] = {}
+        entries = {}
         async for key in self.redis.scan_iter(match=SHARD["blocks:"].replace("{", r"\{") + "*"):
             entries |= await self.redis.hgetall(key)
         return entries
 
-    async def applied(self, incarnation: int) -> int | None:
+    async def applied(self, incarnation):
         """Number of the incarnation's last batch that Redis applied; None if it may not write."""
         text = await self.redis.hget(SHARD["applied"], str(incarnation))
         return int(text.split()[0]) if text else None
 
-    async def lose_batches(self, incarnation: int) -> None:
+    async def lose_batches(self, incarnation):
         """As if Redis had failed over to a replica that got none of its batches."""
         _, nonce = (await self.redis.hget(SHARD["applied"], str(incarnation))).split()
         await self.redis.hset(SHARD["applied"], str(incarnation), b"0 " + nonce)
 
-    async def lapse(self, incarnation: Incarnation) -> None:
+    async def lapse(self, incarnation):
         """Let its lease expire, as if it had not been renewed in time."""
         seconds, micros = await self.redis.time()
         just_now_ms = seconds * 1000 + micros // 1000 - 1
         await self.redis.zadd(KEYS["leases"], {str(incarnation): just_now_ms})
 
-    async def retire(self, incarnation: Incarnation) -> None:
+    async def retire(self, incarnation):
         """Retire it, as routers do some time after its lease has expired. It may renew that before
         they come, and then is not: until it is, it expires again."""
 
-        async def retired() -> int:
+        async def retired():
             await self.lapse(incarnation)
             return await self.runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=LATER))
 
         await eventually(retired)
 
-    async def reserve(self, incarnation: Incarnation, request_id: str) -> None:
+    async def reserve(self, incarnation, request_id):
         reservation = Reservation(request_id, prefill_tokens=100, prefill_us=8500, blocks=7)
         wish = Wish(incarnation, reservation, max_requests=256, seen_total=0)
         reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
@@ -126,11 +111,11 @@ class Observer:
 class FaultyRunner(ScriptRunner):
     """Gives these answers to the next calls of `apply`, which then do not reach Redis."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis):
         super().__init__(redis, timeout_s=1.0)
-        self.answers: list[bool | RedisFull] = []
+        self.answers = []
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         if self.answers and any(c.name == "apply" for c in calls):
             await asyncio.sleep(0)
             return [self.answers.pop(0)] * len(calls)
@@ -140,7 +125,7 @@ class FaultyRunner(ScriptRunner):
 class GatedRunner(ScriptRunner):
     """Holds back each call of `script` (`answer`: only its answer) while `gate` is not set."""
 
-    def __init__(self, redis: Redis, script: str, *, answer: bool = False) -> None:
+    def __init__(self, redis, script, *, answer=False):
         super().__init__(redis, timeout_s=1.0)
         self.reached = asyncio.Event()
         self.gate = asyncio.Event()
@@ -148,7 +133,7 @@ class GatedRunner(ScriptRunner):
         self._script = script
         self._answer = answer
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         gated = any(c.name == self._script for c in calls)
         replies = await super().run_each(calls) if not gated or self._answer else None
         if gated:

@@ -1,15 +1,10 @@
 """The agent with a real Redis; each test stands in for the engine and sends it events."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 import workers.agent.agent
 import workers.agent.publish
@@ -20,10 +15,9 @@ from app.core.keys import METRICS_INTERVAL_S, METRICS_MAXLEN
 from app.core.loads import Load
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
 from app.http import supervisor
-from app.local.redis_server import EmbeddedRedis
 from app.state import leases, reservations
 from app.state.connect import connect
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import running
 from tests.workers.agent.harness import (
@@ -45,7 +39,7 @@ from workers.agent.publish import Publisher
 from workers.tasks import FAILURES
 
 
-async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer: Observer) -> None:
+async def test_a_worker_whose_agent_started_is_routed_to(redis, observer):
     agent = new_agent(redis)
     assert await observer.live() == {}
     await agent.start()
@@ -54,9 +48,7 @@ async def test_a_worker_whose_agent_started_is_routed_to(redis: Redis, observer:
     assert registration.decode_info(await observer.redis.hget(KEYS["workers"], "1")) == info()
 
 
-async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(redis, observer):
     agent = new_agent(redis)
     await agent.start()
     agent.notify([Stored(tuple(CHAIN), None)])
@@ -71,19 +63,19 @@ async def test_a_worker_whose_agent_stopped_is_no_longer_routed_to(
     assert await redis.exists(KEYS["current"], KEYS["leases"], KEYS["load"]) == 0
 
 
-async def test_an_agent_that_never_started_has_nothing_to_stop(redis: Redis) -> None:
+async def test_an_agent_that_never_started_has_nothing_to_stop(redis):
     await new_agent(redis).stop()
     assert await redis.keys() == []
 
 
 async def test_a_worker_that_its_namespace_does_not_take_says_so_until_it_does(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
     await new_agent(redis, worker_id="w0", block_size=16, ttl_s=60.0).start()
     agent = new_agent(redis, worker_id="w1", block_size=32, ttl_s=60.0)
 
-    async def refused() -> str:
+    async def refused():
         return agent.refused
 
     starting = asyncio.ensure_future(agent.start())
@@ -94,12 +86,12 @@ async def test_a_worker_that_its_namespace_does_not_take_says_so_until_it_does(
     assert agent.refused == ""
 
 
-async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer: Observer) -> None:
+async def test_the_lease_is_renewed_while_the_agent_runs(redis, observer):
     async with running(new_agent(redis)):
         registered = await redis.zscore(KEYS["leases"], "1")
         assert registered is not None
 
-        async def expiry_ms() -> float:
+        async def expiry_ms():
             return await redis.zscore(KEYS["leases"], "1") or 0.0
 
         # As long as it was, from each renewal on.
@@ -110,13 +102,13 @@ async def test_the_lease_is_renewed_while_the_agent_runs(redis: Redis, observer:
 class DeafRunner(ScriptRunner):
     """The first renewal gets no answer, and is given up after `patience_s`."""
 
-    def __init__(self, redis: Redis, patience_s: float) -> None:
+    def __init__(self, redis, patience_s):
         super().__init__(redis, 5.0)
         self.num_renewals = 0
         self._patience_s = patience_s
         self._sleep = asyncio.sleep
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         if calls[0].name == "renew":
             self.num_renewals += 1
             if self.num_renewals == 1:
@@ -125,19 +117,17 @@ class DeafRunner(ScriptRunner):
         return await super().run_each(calls)
 
 
-async def test_an_unanswered_renewal_is_retried_at_once(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unanswered_renewal_is_retried_at_once(redis, observer, monkeypatch):
     """With a pause on top, an agent that missed one answer would lose its lease."""
     runner, pauses = DeafRunner(redis, patience_s=0.15), list[float]()
     sleep = asyncio.sleep
 
-    async def noting(delay: float) -> None:
+    async def noting(delay):
         if sys._getframe(1).f_code.co_name == "_keep_lease":
             pauses.append(delay)
         await sleep(delay)
 
-    async def renewals() -> int:
+    async def renewals():
         return runner.num_renewals
 
     monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
@@ -149,26 +139,24 @@ async def test_an_unanswered_renewal_is_retried_at_once(
 
 
 async def test_a_lease_that_is_made_to_lapse_is_renewed_soon_however_long_it_is(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.05)
     async with running(new_agent(redis)):
         await redis.zadd(KEYS["leases"], {"1": 1})
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
 
 
-async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_more_workers_there_are_the_longer_an_agent_pauses(redis, monkeypatch):
     """Else the audits of 1,000 workers would take all of Redis's time."""
-    pauses: dict[str, float] = {}
+    pauses = {}
     sleep = asyncio.sleep
 
-    async def noting(delay: float) -> None:
+    async def noting(delay):
         pauses[sys._getframe(1).f_code.co_name] = delay
         await sleep(min(delay, 0.01))
 
-    async def look() -> tuple[float | None, float | None]:
+    async def look():
         return pauses.get("_publish_metrics"), pauses.get("_audit")
 
     monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
@@ -181,22 +169,20 @@ async def test_the_more_workers_there_are_the_longer_an_agent_pauses(
 class RenewalRunner(ScriptRunner):
     """Notes of each renewal whether it has the load counted."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis):
         super().__init__(redis, timeout_s=1.0)
-        self.thorough: list[int] = []
+        self.thorough = []
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         self.thorough += [c.args[8] for c in calls if c.name == "renew"]
         return await super().run_each(calls)
 
 
-async def test_loads_of_many_workers_are_counted_less_often(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_loads_of_many_workers_are_counted_less_often(redis, monkeypatch):
     monkeypatch.setattr("workers.agent.agent.MAX_RENEWAL_S", 0.01)
     runner = RenewalRunner(redis)
 
-    async def renewals() -> list[int]:
+    async def renewals():
         return runner.thorough
 
     async with running(new_agent(redis, runner=runner)):
@@ -209,14 +195,12 @@ async def test_loads_of_many_workers_are_counted_less_often(
     assert at[-1] - at[-2] == 12
 
 
-async def test_the_lease_lapses_without_renewals(redis: Redis, observer: Observer) -> None:
+async def test_the_lease_lapses_without_renewals(redis, observer):
     await new_agent(redis, ttl_s=0.05).start()
     await eventually(observer.live, lambda live: live == {})
 
 
-async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:6]), None), Stored((CHAIN[6],), CHAIN[5], Tier.HOST)])
         held = TierOverlap(device=6, host=1)
@@ -224,7 +208,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         await observer.retire(Incarnation(1))
         await eventually(observer.overlaps, lambda o: o == {2: held})
 
-        async def current() -> dict[bytes, bytes]:
+        async def current():
             return await redis.hgetall(KEYS["current"])
 
         assert await current() == {b"w0:0": b"2"}
@@ -236,7 +220,7 @@ async def test_an_agent_whose_incarnation_was_retired_publishes_everything_again
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=7)})
 
 
-async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer: Observer) -> None:
+async def test_requests_in_flight_outlive_a_lapsed_lease(redis, observer):
     async with running(new_agent(redis)):
         await observer.reserve(Incarnation(1), "req-1")
         await observer.lapse(Incarnation(1))
@@ -253,13 +237,11 @@ async def test_requests_in_flight_outlive_a_lapsed_lease(redis: Redis, observer:
         )
 
 
-async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(redis, observer):
     async with running(new_agent(redis)):
         assert await observer.runner.one(leases.drain(KEYS, info().key)) == 0
 
-        async def lapses_ms() -> float | None:
+        async def lapses_ms():
             return await redis.zscore(KEYS["leases"], "1")
 
         seen_ms = await lapses_ms()
@@ -271,9 +253,7 @@ async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(
         assert (snapshot.loads, snapshot.paused) == ({}, [Incarnation(1)])
 
 
-async def test_the_index_is_restored_after_redis_is_flushed(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_the_index_is_restored_after_redis_is_flushed(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
@@ -283,12 +263,10 @@ async def test_the_index_is_restored_after_redis_is_flushed(
         assert await observer.live() == {1: "w0:0"}
 
 
-async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(redis, observer):
     runner = GatedRunner(redis, "apply")
 
-    async def trust() -> dict[str, str]:
+    async def trust():
         infos = [registration.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
         return {str(info.key): info.trust.value for info in infos}
 
@@ -300,7 +278,7 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
         await redis.flushall()
         await eventually(observer.live, lambda live: live == {1: "w0:0"})
 
-        async def lapses_ms() -> float:
+        async def lapses_ms():
             return await redis.zscore(KEYS["leases"], "1")
 
         for _ in range(3):
@@ -312,9 +290,7 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(
         assert await observer.overlaps() == {1: TierOverlap(device=8)}
 
 
-async def test_the_next_batch_notices_that_redis_was_flushed(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_batch_notices_that_redis_was_flushed(redis, observer, monkeypatch):
     for others in ("AUDIT_INTERVAL_S", "MAX_RENEWAL_S"):
         monkeypatch.setattr(f"workers.agent.agent.{others}", 3600.0)
     async with running(new_agent(redis)) as agent:
@@ -325,7 +301,7 @@ async def test_the_next_batch_notices_that_redis_was_flushed(
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
 
 
-async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer: Observer) -> None:
+async def test_a_batch_that_redis_lost_leads_to_a_resync(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
@@ -339,9 +315,7 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis: Redis, observer:
         assert {inc: load.requests for inc, load in loads.items()} == {2: 1}
 
 
-async def test_an_incarnation_with_a_refused_batch_is_not_activated(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_incarnation_with_a_refused_batch_is_not_activated(redis, observer, monkeypatch):
     monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
     runner = FaultyRunner(redis)
     async with running(new_agent(redis, runner=runner)) as agent:
@@ -352,9 +326,7 @@ async def test_an_incarnation_with_a_refused_batch_is_not_activated(
         await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
 
 
-async def test_a_resync_abandons_a_batch_that_is_still_under_way(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_resync_abandons_a_batch_that_is_still_under_way(redis, observer):
     runner = GatedRunner(redis, "apply")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
@@ -371,13 +343,13 @@ async def test_a_resync_abandons_a_batch_that_is_still_under_way(
 
 @pytest.mark.parametrize("drain_blocks", [workers.agent.publish.DRAIN_BLOCKS, 1])
 async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
-) -> None:
+    redis, observer, monkeypatch, drain_blocks
+):
     monkeypatch.setattr(workers.agent.publish, "DRAIN_BLOCKS", drain_blocks)
     chain = [SequenceHash(0x3333_0000_0000_0000 + i) for i in range(40)]
     runner = GatedRunner(redis, "activate")
 
-    async def overlap() -> dict[Incarnation, TierOverlap]:
+    async def overlap():
         return await observer.overlaps(chain)
 
     async with running(new_agent(redis, runner=runner)) as agent:
@@ -396,7 +368,7 @@ async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
         before = await redis.zscore(KEYS["leases"], "2")
         assert before is not None
 
-        async def expiry_ms() -> float:
+        async def expiry_ms():
             return await redis.zscore(KEYS["leases"], "2") or 0.0
 
         await eventually(expiry_ms, lambda at: at > before + 300)
@@ -406,9 +378,7 @@ async def test_routers_see_the_old_incarnation_until_the_new_one_is_complete(
         await eventually(overlap, lambda o: o == {2: TierOverlap(device=39)})
 
 
-async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_to(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_to(redis, observer):
     runner = GatedRunner(redis, "activate", answer=True)
     agent = new_agent(redis, runner=runner)
     async with running(agent):
@@ -424,9 +394,7 @@ async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_
     assert await observer.live() == {}
 
 
-async def test_the_index_is_restored_after_redis_restarts_empty(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_the_index_is_restored_after_redis_restarts_empty(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         async with running(new_agent(redis)) as agent:
@@ -440,8 +408,8 @@ async def test_the_index_is_restored_after_redis_restarts_empty(
 
 
 async def test_a_starting_agent_waits_for_an_unreachable_redis_and_logs_it(
-    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+    own_redis_server, caplog
+):
     own_redis_server.kill()
     async with connect(own_redis_server.url) as redis:
         agent = new_agent(redis)
@@ -456,7 +424,7 @@ async def test_a_starting_agent_waits_for_an_unreachable_redis_and_logs_it(
     assert f":{own_redis_server.port}" in first
 
 
-async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRedis) -> None:
+async def test_stopping_without_redis_does_not_fail(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         agent = new_agent(redis)
         await agent.start()
@@ -467,9 +435,7 @@ async def test_stopping_without_redis_does_not_fail(own_redis_server: EmbeddedRe
         assert not await published
 
 
-async def test_a_second_process_with_the_same_key_takes_over_at_once(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_second_process_with_the_same_key_takes_over_at_once(redis, observer):
     old = new_agent(redis)
     await old.start()
     old.notify([Stored(tuple(CHAIN), None)])
@@ -479,15 +445,15 @@ async def test_a_second_process_with_the_same_key_takes_over_at_once(
 
 
 async def test_a_replaced_agent_waits_until_the_other_process_has_ended(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
     async with running(new_agent(redis)) as old:
         old.notify([Stored(tuple(CHAIN), None)])
         new = new_agent(redis)
         await new.start()
 
-        async def refused() -> str:
+        async def refused():
             return old.refused
 
         assert await eventually(refused) == "another process has registered as worker w0:0"
@@ -498,12 +464,12 @@ async def test_a_replaced_agent_waits_until_the_other_process_has_ended(
 
 
 async def test_an_agent_is_back_once_its_namespace_has_its_block_size_again(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
     async with running(new_agent(redis)) as agent:
 
-        async def refused() -> str:
+        async def refused():
             return agent.refused
 
         async with redis.pipeline(transaction=True) as pipe:
@@ -516,9 +482,7 @@ async def test_an_agent_is_back_once_its_namespace_has_its_block_size_again(
         await eventually(observer.live, lambda live: live == {agent.incarnation: "w0:0"})
 
 
-async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_blocks(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_blocks(redis, observer):
     await new_agent(redis, worker_id="other").start()
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
@@ -541,23 +505,16 @@ async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_block
         ("models", Agent, "_announce"),
     ],
 )
-async def test_no_surprise_in_an_agent_ends_it(
-    redis: Redis,
-    observer: Observer,
-    monkeypatch: pytest.MonkeyPatch,
-    task: str,
-    owner: type[Any],
-    method: str,
-) -> None:
+async def test_no_surprise_in_an_agent_ends_it(redis, observer, monkeypatch, task, owner, method):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
     surprises, does = [RecursionError(task)], getattr(owner, method)
 
-    def fails_at_first(*given: Any, **named: Any) -> Any:
+    def fails_at_first(*given, **named):
         if surprises:
             raise surprises.pop()
         return does(*given, **named)
 
-    async def failures() -> float:
+    async def failures():
         [metric] = FAILURES.collect()
         return sum(one.value for one in metric.samples if one.labels == {"task": task})
 
@@ -571,8 +528,8 @@ async def test_no_surprise_in_an_agent_ends_it(
 
 
 async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr("workers.agent.agent.REGISTER_AGAIN_S", 0.5)
     await new_agent(redis).start()
     before = {key: await redis.dump(key) for key in await redis.keys()}
@@ -589,19 +546,15 @@ async def test_a_process_is_not_replaced_by_an_ended_one_that_redis_brings_back(
         await eventually(observer.overlaps, lambda o: list(o.values()) == [TierOverlap(device=8)])
 
 
-async def test_metrics_are_published_every_100_ms_with_all_fields(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_metrics_are_published_every_100_ms_with_all_fields(redis, observer):
     agent = new_agent(redis)
     agent.notify([Stored(tuple(CHAIN), None), Stored(tuple(CHAIN[:3]), None, Tier.HOST)])
     agent.notify([Removed(tuple(CHAIN[2:]))])
     shown = replace(MEASURED, device_blocks=2, host_blocks=1, disk_blocks=0).beside(Load())
     async with running(agent):
 
-        async def entries() -> list[tuple[bytes, dict[bytes, bytes]]]:
-            found: list[tuple[bytes, dict[bytes, bytes]]]
-            found = await observer.redis.xrange(KEYS["metrics"])
-            return found
+        async def entries():
+            return await observer.redis.xrange(KEYS["metrics"])
 
         found = await eventually(entries, lambda seen: len(seen) >= 6)
     at_ms = [int(entry_id.split(b"-")[0]) for entry_id, _ in found[:6]]
@@ -615,23 +568,21 @@ async def test_metrics_are_published_every_100_ms_with_all_fields(
     assert registration.decode_metrics(found[0][1]) == (shown, LEARNED, READ)
 
 
-async def test_the_metrics_stream_is_trimmed(redis: Redis) -> None:
+async def test_the_metrics_stream_is_trimmed(redis):
     async with redis.pipeline(transaction=False) as pipe:
         for _ in range(METRICS_MAXLEN + 1000):
             pipe.xadd(KEYS["metrics"], {"worker": "w9:0"})
         await pipe.execute()
     async with running(new_agent(redis)):
 
-        async def length() -> int:
+        async def length():
             return await redis.xlen(KEYS["metrics"])
 
         # Trimmed by whole nodes of 100 entries.
         await eventually(length, lambda seen: METRICS_MAXLEN <= seen <= METRICS_MAXLEN + 100)
 
 
-async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(redis, observer):
     await redis.hset(SHARD["applied"], mapping={"1": "5 stranger"})
     await redis.hset(KEYS.of_shard(1)["applied"], mapping={"2": "0 stranger"})
     agent = new_agent(redis, shards=2)

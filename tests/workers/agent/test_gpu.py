@@ -1,11 +1,8 @@
 """The readings of a GPU. pynvml is real; the C library behind it is a stand-in."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,7 +13,7 @@ from workers.agent.gpu import GpuMonitor
 
 pynvml = pytest.importorskip("pynvml")
 
-from tests.nvml import Gpu, StandIn, stand_in  # noqa: E402 (it imports pynvml)
+from tests.nvml import Gpu, stand_in  # noqa: E402 (it imports pynvml)
 
 READ = GpuReadings(
     memory_used_bytes=60_129_542_145,
@@ -41,12 +38,9 @@ SLICE = Gpu(
     },
 )
 
-Plug = Callable[..., StandIn]
-Monitor = Callable[..., GpuMonitor]
-
 
 @pytest.fixture
-def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
+def plug(monkeypatch):
     """`plug(*gpus)`: a machine with a driver and these GPUs, which are read often."""
     monkeypatch.setattr(workers.agent.gpu, "READ_INTERVAL_S", 0.01)
     monkeypatch.setattr(workers.agent.gpu, "RETRY_S", 0.01)
@@ -54,11 +48,11 @@ def plug(monkeypatch: pytest.MonkeyPatch) -> Plug:
 
 
 @pytest.fixture
-def monitor(plug: Plug) -> Iterator[Monitor]:
+def monitor(plug):
     """`monitor(cuda_visible_devices=None, index=0)`: a monitor, which is stopped after the test."""
-    made: list[GpuMonitor] = []
+    made = []
 
-    def make(cuda_visible_devices: str | None = None, index: int | None = 0) -> GpuMonitor:
+    def make(cuda_visible_devices=None, index=0):
         made.append(GpuMonitor(cuda_visible_devices, index))
         return made[-1]
 
@@ -68,14 +62,14 @@ def monitor(plug: Plug) -> Iterator[Monitor]:
         assert not one._thread.is_alive()
 
 
-async def until(monitor: GpuMonitor, readings: GpuReadings) -> None:
-    async def latest() -> GpuReadings:
+async def until(monitor, readings):
+    async def latest():
         return monitor.latest()
 
     await eventually(latest, lambda seen: seen == readings)
 
 
-def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, monitor: Monitor) -> None:
+def test_a_gpu_is_named_and_its_readings_are_converted(plug, monitor):
     library = plug(Gpu())
     one = monitor()
     assert one.latest() == NO_READINGS
@@ -85,7 +79,7 @@ def test_a_gpu_is_named_and_its_readings_are_converted(plug: Plug, monitor: Moni
     assert library.initialised == 0
 
 
-def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, monitor: Monitor) -> None:
+def test_an_idle_gpu_reads_zero_instead_of_nothing(plug, monitor):
     plug(Gpu(memory_used=0, utilization_percent=0, power_mw=0, pcie_kb_per_s=(0, 0)))
     one = monitor()
     one.start()
@@ -104,8 +98,8 @@ def test_an_idle_gpu_reads_zero_instead_of_nothing(plug: Plug, monitor: Monitor)
     ],
 )
 def test_only_the_readings_that_a_gpu_does_not_give_are_left_out(
-    plug: Plug, monitor: Monitor, function: str, unread: list[str], code: str
-) -> None:
+    plug, monitor, function, unread, code
+):
     failing = {f"nvmlDeviceGet{function}": getattr(pynvml, f"NVML_ERROR_{code}")}
     plug(Gpu(failing=failing))
     one = monitor()
@@ -114,7 +108,7 @@ def test_only_the_readings_that_a_gpu_does_not_give_are_left_out(
     assert one.latest().known() == {name: known[name] for name in known if name not in unread}
 
 
-def test_a_function_that_an_older_library_lacks_is_left_out(plug: Plug, monitor: Monitor) -> None:
+def test_a_function_that_an_older_library_lacks_is_left_out(plug, monitor):
     library = plug(Gpu())
     del library.nvmlDeviceGetPcieThroughput
     del library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
@@ -123,15 +117,13 @@ def test_a_function_that_an_older_library_lacks_is_left_out(plug: Plug, monitor:
     assert len(one.latest().known()) == 5
 
 
-def test_without_the_pynvml_package_the_device_is_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, monitor: Monitor
-) -> None:
+def test_without_the_pynvml_package_the_device_is_a_cpu(monkeypatch, monitor):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
 
 
-async def test_a_library_that_is_installed_later_is_found(plug: Plug, monitor: Monitor) -> None:
+async def test_a_library_that_is_installed_later_is_found(plug, monitor):
     library = plug(Gpu())
     library.installed = False
     one = monitor()
@@ -141,9 +133,7 @@ async def test_a_library_that_is_installed_later_is_found(plug: Plug, monitor: M
 
 
 @pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
-async def test_the_device_is_a_cpu_until_the_driver_starts(
-    plug: Plug, monitor: Monitor, code: str
-) -> None:
+async def test_the_device_is_a_cpu_until_the_driver_starts(plug, monitor, code):
     library = plug(Gpu())
     library.failing["nvmlInitWithFlags"] = getattr(pynvml, f"NVML_ERROR_{code}")
     one = monitor()
@@ -152,7 +142,7 @@ async def test_the_device_is_a_cpu_until_the_driver_starts(
     await until(one, READ)
 
 
-def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, monitor: Monitor) -> None:
+def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug, monitor):
     library = plug()
     one = monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
@@ -161,9 +151,7 @@ def test_with_a_driver_but_no_gpu_the_device_is_a_cpu(plug: Plug, monitor: Monit
 
 
 @pytest.mark.parametrize("code", ["GPU_IS_LOST", "UNKNOWN", "RESET_REQUIRED"])
-async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
-    plug: Plug, monitor: Monitor, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(plug, monitor, code, caplog):
     library = plug(Gpu())
     one = monitor()
     with caplog.at_level(logging.INFO, "workers.agent.gpu"):
@@ -172,7 +160,7 @@ async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
         await until(one, NO_READINGS)
         tries = len(library.calls)
 
-        async def tried() -> int:
+        async def tried():
             return len(library.calls)
 
         await eventually(tried, lambda calls: calls > tries + 20)
@@ -180,7 +168,7 @@ async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
         library.gpus[0].failing.clear()
         await until(one, READ)
 
-        async def logged() -> int:
+        async def logged():
             return len(caplog.records)
 
         await eventually(logged, lambda records: records >= 3)
@@ -193,9 +181,7 @@ async def test_losing_a_gpu_and_finding_it_again_are_each_logged_once(
     assert lost.startswith("NVIDIA H100 80GB HBM3 can no longer be read: ")
 
 
-async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(
-    plug: Plug, monitor: Monitor
-) -> None:
+async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(plug, monitor):
     library = plug(Gpu())
     one = monitor()
     one.start()
@@ -205,13 +191,13 @@ async def test_an_unplugged_gpu_is_found_again_under_its_new_handle(
     await eventually(lambda: _read(one, "power_w"), lambda seen: seen == 1.0)
 
 
-async def _read(one: GpuMonitor, name: str) -> float | None:
+async def _read(one, name):
     return one.latest().known().get(name)
 
 
 async def test_a_hanging_driver_voids_the_readings_and_is_asked_only_once(
-    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    plug, monitor, monkeypatch, caplog
+):
     monkeypatch.setattr(workers.agent.gpu, "MAX_AGE_S", 0.05)
     monkeypatch.setattr(workers.agent.gpu, "STOP_TIMEOUT_S", 0.05)
     library = plug(Gpu())
@@ -230,9 +216,7 @@ async def test_a_hanging_driver_voids_the_readings_and_is_asked_only_once(
     monkeypatch.setattr(workers.agent.gpu, "STOP_TIMEOUT_S", 10.0)
 
 
-async def test_a_driver_that_answers_late_is_read_again(
-    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_driver_that_answers_late_is_read_again(plug, monitor, monkeypatch):
     monkeypatch.setattr(workers.agent.gpu, "MAX_AGE_S", 0.05)
     library = plug(Gpu())
     one = monitor()
@@ -244,8 +228,8 @@ async def test_a_driver_that_answers_late_is_read_again(
 
 
 async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_at_most(
-    plug: Plug, monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plug, monitor, monkeypatch
+):
     monkeypatch.setattr(workers.agent.gpu, "START_TIMEOUT_S", 0.05)
     library = plug(Gpu())
     library.answering.clear()
@@ -274,9 +258,7 @@ async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_a
         ("3,0", "cpu"),  # CUDA ignores all entries from the first unknown one on
     ],
 )
-def test_the_first_gpu_that_is_visible_to_cuda_is_read(
-    plug: Plug, monitor: Monitor, visible: str | None, name: str
-) -> None:
+def test_the_first_gpu_that_is_visible_to_cuda_is_read(plug, monitor, visible, name):
     plug(
         Gpu(name="first", uuid="GPU-bbbb-1111"),
         Gpu(name="second", uuid="GPU-bbbb-2222"),
@@ -297,17 +279,13 @@ def test_the_first_gpu_that_is_visible_to_cuda_is_read(
         ("0", None, "cpu"),
     ],
 )
-def test_the_gpu_that_the_worker_computes_on_is_read(
-    plug: Plug, monitor: Monitor, visible: str | None, index: int | None, name: str
-) -> None:
+def test_the_gpu_that_the_worker_computes_on_is_read(plug, monitor, visible, index, name):
     plug(Gpu(name="first", uuid="GPU-bbbb-1111"), Gpu(name="second", uuid="GPU-bbbb-2222"))
     assert monitor(visible, index).start() == name
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", ",0", "none"])
-def test_the_driver_is_not_asked_if_all_gpus_are_hidden(
-    plug: Plug, monitor: Monitor, visible: str
-) -> None:
+def test_the_driver_is_not_asked_if_all_gpus_are_hidden(plug, monitor, visible):
     library = plug(Gpu())
     one = monitor(visible)
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
@@ -315,14 +293,12 @@ def test_the_driver_is_not_asked_if_all_gpus_are_hidden(
     assert library.calls == []
 
 
-def test_a_gpu_is_found_by_its_uuid_even_if_another_is_lost(plug: Plug, monitor: Monitor) -> None:
+def test_a_gpu_is_found_by_its_uuid_even_if_another_is_lost(plug, monitor):
     plug(Gpu(failing={"": pynvml.NVML_ERROR_GPU_IS_LOST}), Gpu(name="second", uuid="GPU-b"))
     assert monitor("GPU-b").start() == "second"
 
 
-def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(
-    plug: Plug, monitor: Monitor
-) -> None:
+def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(plug, monitor):
     plug(Gpu(mig=SLICE))
     one = monitor(SLICE.uuid)
     one.start()
@@ -337,7 +313,7 @@ def test_a_mig_instance_has_its_own_memory_readings_and_the_rest_from_its_card(
 
 
 @pytest.mark.gpu
-def test_the_gpu_of_this_machine_is_read(monitor: Monitor) -> None:
+def test_the_gpu_of_this_machine_is_read(monitor):
     one = monitor(os.environ.get("CUDA_VISIBLE_DEVICES"))
     name = one.start()
     assert "NVIDIA" in name

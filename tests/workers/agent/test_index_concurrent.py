@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement, count
@@ -27,20 +27,16 @@ from typing import Any
 import pytest
 
 from app.core.chains import TIER_OF_LETTER, shard_of
-from app.core.events import CacheEvent, Cleared, Removed, Stored
+from app.core.events import Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.overlaps import Overlaps
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
-from app.local.redis_server import EmbeddedRedis
+from app.core.types import SequenceHash, Tier, TierOverlap
 from app.state import index, leases, overlap
-from app.state.client import RedisClient
 from app.state.connect import connect
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running
 from tests.workers.kv.cache_model import CacheModel, leading
 from workers.agent import publish
-from workers.agent.agent import Agent
 
 KEYS = Keyspace("concurrent")
 NUM_SHARDS = 2
@@ -53,12 +49,12 @@ BATCH_BLOCKS = 24
 NOTHING = TierOverlap()
 
 
-def new_chains() -> list[list[SequenceHash]]:
+def new_chains():
     """Prompts with shared prefixes; the last two are looked up in two round trips."""
     rng = random.Random(1)
     blocks = iter(lambda: SequenceHash(rng.getrandbits(64)), None)
 
-    def grown(stem: Sequence[SequenceHash], length: int) -> list[SequenceHash]:
+    def grown(stem, length):
         return [*stem, *(next(blocks) for _ in range(length - len(stem)))]
 
     system_prompt = grown([], 20)
@@ -92,15 +88,15 @@ class State:
 class Life:
     """The states of an incarnation that one shard of the index may have shown, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hidden_since = inf
         """From this time on, the sweep may have hidden the incarnation."""
         self.hidden_until = inf
         """By this time, the sweep has hidden it."""
-        self._published: dict[SequenceHash, Tier] = {}
+        self._published = {}
         self._states = [State([NOTHING] * len(CHAINS), since=-1)]
 
-    def enter(self, changes: Iterable[tuple[SequenceHash, Tier | None]], now: int) -> State:
+    def enter(self, changes, now):
         """Enter a batch that was sent."""
         for block, tier in changes:
             if tier is None:
@@ -111,7 +107,7 @@ class Life:
         self._states.append(state)
         return state
 
-    def settle(self, state: State, applied: bool, now: int) -> None:
+    def settle(self, state, applied, now):
         """Settle a batch whose answer has arrived."""
         if not applied:
             self._states.remove(state)
@@ -121,7 +117,7 @@ class Life:
                 break
             earlier.until = now
 
-    def between(self, start: int, end: int) -> list[State]:
+    def between(self, start, end):
         """All states that it may have been in at any time from `start` to `end`."""
         found = []
         if start < self.hidden_until:
@@ -142,17 +138,17 @@ class History:
     been in several states.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_queries = 0
         self.num_between = 0
         self._clock = count()
-        self._lives: dict[str, dict[Incarnation, Life]] = {}
+        self._lives = {}
         """By the first key of a call to the shard."""
 
-    def tick(self) -> int:
+    def tick(self):
         return next(self._clock)
 
-    def enter(self, call: Call[Any], now: int) -> Settle:
+    def enter(self, call, now):
         """Enter a call that was sent; returns what to call with its reply."""
         lives = self._lives.setdefault(call.keys[0], {})
         if call.name == "apply":
@@ -166,7 +162,7 @@ class History:
             return lambda _, at: hide(lost, at)
         return lambda _, at: None
 
-    def check(self, position: int, answer: Overlaps, start: int, end: int) -> None:
+    def check(self, position, answer, start, end):
         """Check an answer for a chain that was asked for at `start` and had arrived at `end`."""
         root = CHAINS[position][0]
         lives = self._lives[KEYS.of_shard(shard_of(root, NUM_SHARDS))["shard"]]
@@ -197,7 +193,7 @@ class History:
         )
 
 
-def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | None]]:
+def changes_in(groups):
     """The changes in the last arguments of lua/apply.lua."""
     for group in groups:
         for at in range(16, len(group), 17):
@@ -205,14 +201,12 @@ def changes_in(groups: Iterable[str]) -> Iterator[tuple[SequenceHash, Tier | Non
             yield SequenceHash(int(group[at + 1 : at + 17], 16)), tier
 
 
-def hide(lives: Iterable[Life], now: int) -> None:
+def hide(lives, now):
     for life in lives:
         life.hidden_until = min(life.hidden_until, now)
 
 
-def allows(
-    states: Iterable[State], position: int, answer: TierOverlap, look: tuple[int, int]
-) -> bool:
+def allows(states, position, answer, look):
     """Whether a lookup of a chain at the moments of `look` may find `answer`."""
     first, last = (
         [s.overlaps[position] for s in states if s.since <= moment < s.until] for moment in look
@@ -222,7 +216,7 @@ def allows(
     return any(lies_between(one, answer, other) for one in first for other in last)
 
 
-def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> bool:
+def lies_between(one, middle, other):
     """Compares, for each tier, the number of blocks in that tier or a faster one."""
     totals = [accumulate((o.device, o.host, o.disk)) for o in (one, middle, other)]
     return all(min(a, b) <= m <= max(a, b) for a, m, b in zip(*totals, strict=True))
@@ -231,11 +225,11 @@ def lies_between(one: TierOverlap, middle: TierOverlap, other: TierOverlap) -> b
 class Recorder(ScriptRunner):
     """Records in `history` when each call may have taken effect, and when it must have."""
 
-    def __init__(self, redis: RedisClient, history: History) -> None:
+    def __init__(self, redis, history):
         super().__init__(redis, TIMEOUT_S)
         self._history = history
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         now = self._history.tick()
         settles = [self._history.enter(call, now) for call in calls]
         replies = await super().run_each(calls)
@@ -248,8 +242,7 @@ class Recorder(ScriptRunner):
 class Worker:
     """An agent with a simulated engine."""
 
-    def __init__(self, runner: ScriptRunner, name: str, rng: random.Random) -> None:
-        self.agent: Agent
+    def __init__(self, runner, name, rng):
         self.cache = CacheModel()
         self._runner = runner
         self._name = name
@@ -257,11 +250,11 @@ class Worker:
         self._running = AsyncExitStack()
 
     @property
-    def incarnation(self) -> Incarnation:
+    def incarnation(self):
         assert self.agent.incarnation is not None
         return self.agent.incarnation
 
-    async def start(self) -> None:
+    async def start(self):
         self.agent = fake_agent(
             self._runner,
             KEYS,
@@ -272,10 +265,10 @@ class Worker:
         )
         await self._running.enter_async_context(running(self.agent))
 
-    async def die(self) -> None:
+    async def die(self):
         await self._running.aclose()
 
-    async def live(self, num_events: int) -> None:
+    async def live(self, num_events):
         """Do `num_events` random things that engines and their processes may do."""
         for _ in range(num_events):
             await asyncio.sleep(self._rng.uniform(0, MAX_PAUSE_S))
@@ -290,11 +283,11 @@ class Worker:
                     self.cache.take(event)
                     self.agent.notify([event])
 
-    async def _lapse(self) -> None:
+    async def _lapse(self):
         """Expire the lease: the agent will resync if it is retired before it renews the lease."""
         await self._runner.redis.zadd(KEYS["leases"], {str(self.incarnation): 1})
 
-    def _events(self) -> list[CacheEvent]:
+    def _events(self):
         rng = self._rng
         chain = rng.choice(CHAINS)
         start, end = sorted(rng.sample(range(len(chain) + 1), 2))
@@ -320,12 +313,12 @@ class Worker:
                 return [Cleared()]
 
 
-def parent_in(chain: Sequence[SequenceHash], block: SequenceHash) -> SequenceHash | None:
+def parent_in(chain, block):
     at = chain.index(block)
     return chain[at - 1] if at else None
 
 
-async def read(runner: ScriptRunner, history: History, rng: random.Random) -> None:
+async def read(runner, history, rng):
     """Query chains, one or several at a time, and check the answers, until cancelled."""
     learnt_boundaries = overlap.Boundaries()
     while True:
@@ -339,9 +332,9 @@ async def read(runner: ScriptRunner, history: History, rng: random.Random) -> No
             history.check(position, answer, start, end)
 
 
-async def maintain(runner: ScriptRunner) -> None:
+async def maintain(runner):
     """Retire lapsed workers and sweep, as routers do but without pauses, until cancelled."""
-    lost: list[Incarnation] = []
+    lost = []
     while True:
         await runner.one(leases.retire_lapsed(KEYS, grace_ms=0, heard_ms=1 << 53))
         steps = await runner.run(
@@ -354,7 +347,7 @@ async def maintain(runner: ScriptRunner) -> None:
         lost = await runner.one(leases.absent(KEYS, writers)) if writers else []
 
 
-async def run_history(redis: RedisClient, num_workers: int, num_events: int, seed: int) -> History:
+async def run_history(redis, num_workers, num_events, seed):
     """Run agents, readers and the sweep together until each agent has had `num_events`."""
     history = History()
     writing, reading = Recorder(redis, history), ScriptRunner(redis, TIMEOUT_S)
@@ -374,7 +367,7 @@ async def run_history(redis: RedisClient, num_workers: int, num_events: int, see
     return history
 
 
-async def is_exact(runner: ScriptRunner, workers: Sequence[Worker]) -> bool:
+async def is_exact(runner, workers):
     """Whether every answer equals a scan of the caches."""
     answers, _ = await overlap.match(runner, KEYS, CHAINS, NUM_SHARDS)
     return all(
@@ -385,13 +378,11 @@ async def is_exact(runner: ScriptRunner, workers: Sequence[Worker]) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_batches(monkeypatch):
     monkeypatch.setattr(publish, "BATCH_BLOCKS", BATCH_BLOCKS)
 
 
-async def test_an_answer_matches_what_was_published_during_the_query(
-    redis_server: EmbeddedRedis,
-) -> None:
+async def test_an_answer_matches_what_was_published_during_the_query(redis_server):
     async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
         history = await run_history(redis, num_workers=3, num_events=150, seed=1)
     # Many queries ran while a worker was publishing; otherwise nothing was tested.
@@ -401,9 +392,7 @@ async def test_an_answer_matches_what_was_published_during_the_query(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_workers", [3, 4, 5])
-async def test_answers_match_what_was_published_through_long_histories(
-    redis_server: EmbeddedRedis, num_workers: int
-) -> None:
+async def test_answers_match_what_was_published_through_long_histories(redis_server, num_workers):
     """Ten histories on each kind of server."""
     async with connect(redis_server.url, timeout_s=TIMEOUT_S) as redis:
         for seed in range(10):

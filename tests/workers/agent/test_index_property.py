@@ -15,15 +15,13 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis.asyncio import Redis
 
 from app.core.chains import parse_owners
-from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
+from app.core.events import Cleared, Ends, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.overlaps import Overlaps, ReuseRule
-from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
+from app.core.overlaps import ReuseRule
+from app.core.types import SequenceHash, Tier, TierOverlap
 from app.http.server import run
-from app.local.redis_server import EmbeddedRedis
 from app.state import index, leases, overlap
 from app.state.connect import connect
 from app.state.index import Change
@@ -44,7 +42,7 @@ BLOCKS = [SequenceHash(n * 0x9E3779B97F4A7C15 % 2**64) for n in range(20)]
 LEAVES = (11, 14, 16, 19)
 
 
-def chain_to(n: int) -> list[int]:
+def chain_to(n):
     return [*chain_to(PARENT[n]), n] if n in PARENT else [n]
 
 
@@ -68,10 +66,10 @@ class Worker:
     sent: list[list[Change]] = field(default_factory=list)
     """Batches of this incarnation; the n-th has seq n + 1."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.ownership = Ownership(self.rule)
 
-    def take(self, event: CacheEvent) -> None:
+    def take(self, event):
         self.cache.take(event)
         self.ownership.apply([event])
         self.ownership.check()
@@ -80,7 +78,7 @@ class Worker:
 class World:
     """Some workers and one Redis."""
 
-    def __init__(self, redis: Redis, num_workers: int) -> None:
+    def __init__(self, redis, num_workers):
         self.runner = ScriptRunner(redis, timeout_s=60.0)
         self.boundaries = overlap.Boundaries()
         self.workers = [
@@ -90,7 +88,7 @@ class World:
             for i, rule, ahead in zip(range(num_workers), cycle(RULES), cycle(AHEAD), strict=False)
         ]
 
-    async def restart(self, worker: Worker) -> None:
+    async def restart(self, worker):
         """Replace the process, and with it the cache, by a new one that is empty."""
         worker.cache = CacheModel()
         worker.ownership = Ownership(worker.rule)
@@ -98,7 +96,7 @@ class World:
         await worker.fake.register()
         await worker.fake.activate()
 
-    async def resync(self, worker: Worker) -> None:
+    async def resync(self, worker):
         old = worker.fake.incarnation
         registration = await worker.fake.register(resync=True)
         assert registration.predecessor_lives
@@ -109,14 +107,14 @@ class World:
             await self.deliver(worker, 2)
         await worker.fake.activate()
 
-    async def sweep(self, max_buckets: int) -> None:
+    async def sweep(self, max_buckets):
         """One step of a sweep, which drops incarnations that have been retired."""
         call = index.sweep(SHARD, (), max_buckets=0, scrub_ms=60_000)
         writers = (await self.runner.one(call)).writers
         lost = await self.runner.one(leases.absent(KEYSPACE, writers)) if writers else []
         await self.runner.one(index.sweep(SHARD, lost, max_buckets=max_buckets, scrub_ms=60_000))
 
-    async def deliver(self, worker: Worker, size: int) -> None:
+    async def deliver(self, worker, size):
         """Publish the next `size` changes as one batch."""
         if not worker.undelivered:
             worker.undelivered = worker.ownership.drain(0, at_least=3)
@@ -124,7 +122,7 @@ class World:
         worker.sent.append(batch)
         await worker.fake.publish(batch)
 
-    async def match_both_ways(self) -> list[Overlaps]:
+    async def match_both_ways(self):
         """Query chains whole, and sampled as only long ones are, with learnt boundaries and
         without: all answers must be the same."""
         whole, _ = await overlap.match(self.runner, KEYSPACE, CHAINS)
@@ -141,7 +139,7 @@ class World:
         assert with_learnt == whole
         return whole
 
-    async def check_exact(self) -> None:
+    async def check_exact(self):
         """Once everything is delivered, every query equals a scan of every worker's cache."""
         for worker in self.workers:
             while worker.undelivered or worker.ownership.num_pending:
@@ -159,7 +157,7 @@ class World:
                     reused = resume.reused(most) if resume else worker.rule.reused(held, most)
                     assert reused == worker.cache.reused(chain, most, worker.rule)
 
-    async def check_between_batches(self) -> None:
+    async def check_between_batches(self):
         """At any moment, a query equals a walk over the entries in Redis: it skips none."""
         answers = await self.match_both_ways()
         owners = await self.owners()
@@ -172,14 +170,14 @@ class World:
                 # The invariant: published blocks form a prefix, and tiers get no faster along it.
                 assert held == sorted(tiers) + [None] * (len(chain) - len(tiers))
 
-    async def owners(self) -> dict[tuple[SequenceHash, Incarnation], Tier]:
+    async def owners(self):
         """All entries of the index."""
         redis = self.runner.redis
         buckets = [key async for key in redis.scan_iter(match="*blocks:*", count=1000)]
         commands = [("HGETALL", bucket) for bucket in buckets]
         until_s = asyncio.get_running_loop().time() + 60
         found = await round_trip(Node(redis), commands, until_s)
-        entries: dict[tuple[SequenceHash, Incarnation], Tier] = {}
+        entries = {}
         for fields in found:
             for block, text in zip(fields[::2], fields[1::2], strict=True):
                 for incarnation, tier in parse_owners(text):
@@ -193,7 +191,7 @@ TIERS = st.sampled_from(Tier)
 NODES = st.integers(0, len(BLOCKS) - 1)
 
 
-def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
+def steps_of(num_workers):
     workers = st.integers(0, num_workers - 1)
     return st.one_of(
         st.tuples(st.just("store"), workers, st.sampled_from(LEAVES), st.integers(1, 12), TIERS),
@@ -211,8 +209,8 @@ def steps_of(num_workers: int) -> st.SearchStrategy[Step]:
     )
 
 
-async def step(world: World, name: str, *args: object) -> None:
-    worker = world.workers[args[0]] if args and name != "sweep" else None  # type: ignore[call-overload]
+async def step(world, name, *args):
+    worker = world.workers[args[0]] if args and name != "sweep" else None
     match (name, *args[1:]):
         case ("store", leaf, length, tier):
             chain = chain_to(leaf)[:length]
@@ -248,25 +246,25 @@ async def step(world: World, name: str, *args: object) -> None:
         case ("resync",):
             await world.resync(worker)
         case ("sweep",):
-            await world.sweep(args[0])  # type: ignore[arg-type]
+            await world.sweep(args[0])
         case ("check",):
             await world.check_exact()
 
 
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_groups(monkeypatch):
     for module in (index, overlap, ownership):
         monkeypatch.setattr(module, "GROUP_BLOCKS", GROUP)
 
 
-async def run_steps(url: str, num_workers: int, steps: list[Step]) -> None:
+async def run_steps(url, num_workers, steps):
     async with connect(url) as redis:
         await redis.flushall()
         world = World(redis, num_workers)
         for worker in world.workers:
             await world.restart(worker)
         for one in steps:
-            await step(world, *one)  # type: ignore[arg-type]
+            await step(world, *one)
         await world.check_exact()
         for _ in range(20):
             await world.sweep(4)
@@ -275,16 +273,16 @@ async def run_steps(url: str, num_workers: int, steps: list[Step]) -> None:
         assert await owners_left(redis) <= live
 
 
-async def owners_left(redis: Redis) -> set[Incarnation]:
+async def owners_left(redis):
     """All incarnations that have entries in the index."""
-    owners: set[Incarnation] = set()
+    owners = set()
     async for key in redis.scan_iter(match="*blocks:*"):
         for value in await redis.hvals(key):
             owners |= {inc for inc, _ in parse_owners(value)}
     return owners
 
 
-def examples(count: int) -> settings:
+def examples(count):
     return settings(
         max_examples=count,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -294,9 +292,7 @@ def examples(count: int) -> settings:
 @pytest.mark.timeout(600)
 @examples(80)
 @given(steps=st.lists(steps_of(3), min_size=40, max_size=60))
-def test_queries_equal_scans_of_every_workers_cache(
-    redis_server: EmbeddedRedis, steps: list[Step]
-) -> None:
+def test_queries_equal_scans_of_every_workers_cache(redis_server, steps):
     run(run_steps(redis_server.url, 3, steps))
 
 
@@ -306,8 +302,8 @@ def test_queries_equal_scans_of_every_workers_cache(
 @examples(400)
 @given(data=st.data())
 def test_queries_equal_scans_through_long_histories_of_more_workers(
-    redis_server: EmbeddedRedis, num_workers: int, data: st.DataObject
-) -> None:
+    redis_server, num_workers, data
+):
     """Takes about 6 minutes on each kind of server."""
     steps = data.draw(st.lists(steps_of(num_workers), min_size=200, max_size=400))
     run(run_steps(redis_server.url, num_workers, steps))

@@ -6,43 +6,37 @@ does maintenance. State in Redis, the agents and the router is bounded by the nu
 and of live workers, and used_memory does not grow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
 import random
 import re
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator, Sized
+from collections.abc import Sized
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count, cycle
 from statistics import median
-from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
 from app.core import keys
 from app.core.errors import RoutingError
-from app.core.events import CacheEvent, Removed, Stored
+from app.core.events import Removed, Stored
 from app.core.keys import METRICS_MAXLEN, Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, Tier
-from app.local.redis_server import EmbeddedRedis
 from app.ops import namespaces, verify
-from app.policy.decision import Decision, RouteRequest
+from app.policy.decision import RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
-from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import fake_agent, running
 from workers.agent import agent as agents
-from workers.agent.agent import Agent
 
 KEYS = Keyspace("soak")
 SHARDS = [KEYS.of_shard(n) for n in range(2)]
@@ -83,16 +77,16 @@ class Engine:
     """A cache in two tiers, full once it is warm: the least recently used blocks are evicted to
     the host, and from there dropped."""
 
-    def __init__(self, rng: random.Random, system_prompts: list[list[SequenceHash]]) -> None:
+    def __init__(self, rng, system_prompts):
         self.num_evicted = 0
-        self.device: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
-        self.host: OrderedDict[SequenceHash, SequenceHash | None] = OrderedDict()
+        self.device = OrderedDict()
+        self.host = OrderedDict()
         """Blocks and their parents, in the order of eviction."""
-        self.conversations: deque[list[SequenceHash]] = deque(maxlen=50)
+        self.conversations = deque(maxlen=50)
         self._rng = rng
         self._system_prompts = system_prompts
 
-    def serve(self) -> list[CacheEvent]:
+    def serve(self):
         """Prefill and decode one request."""
         chain = self._next_turn()
         self.conversations.append(chain)
@@ -103,7 +97,7 @@ class Engine:
             self.device.move_to_end(block)
         return [Stored(tuple(chain), None), Removed(onboarded, Tier.HOST), *self._evict()]
 
-    def _evict(self) -> Iterator[CacheEvent]:
+    def _evict(self):
         while len(self.device) > DEVICE_BLOCKS:
             block, parent = self.device.popitem(last=False)
             self.host[block] = parent
@@ -114,7 +108,7 @@ class Engine:
             self.num_evicted += 1
             yield Removed((block,), Tier.HOST)
 
-    def _next_turn(self) -> list[SequenceHash]:
+    def _next_turn(self):
         rng = self._rng
         if self.conversations and rng.random() < 0.5:
             before = rng.choice(self.conversations)
@@ -122,31 +116,30 @@ class Engine:
             before = rng.choice(self._system_prompts)
         return [*before, *new_blocks(rng, rng.randint(16, 64))][:MAX_CHAIN]
 
-    def held(self) -> list[CacheEvent]:
+    def held(self):
         """Events that announce all held blocks to a new agent."""
         tiers = ((Tier.DEVICE, self.device), (Tier.HOST, self.host))
         return [Stored((b,), parent, tier) for tier, held in tiers for b, parent in held.items()]
 
 
-def new_blocks(rng: random.Random, number: int) -> list[SequenceHash]:
+def new_blocks(rng, number):
     return [SequenceHash(rng.getrandbits(64)) for _ in range(number)]
 
 
 class Worker:
     """An engine that goes on serving whatever happens to its agent."""
 
-    def __init__(self, redis: RedisClient, name: str, engine: Engine) -> None:
-        self.agent: Agent
+    def __init__(self, redis, name, engine):
         self.engine = engine
         self._redis = redis
         self._name = name
         self._running = AsyncExitStack()
 
     @property
-    def num_pending(self) -> int:
+    def num_pending(self):
         return self.agent._publisher._ownership.num_pending
 
-    async def start(self) -> None:
+    async def start(self):
         self.agent = fake_agent(
             ScriptRunner(self._redis, TIMEOUT_S),
             KEYS,
@@ -160,26 +153,26 @@ class Worker:
         self.agent.notify(self.engine.held())
         await self._running.enter_async_context(running(self.agent))
 
-    async def crash(self) -> None:
+    async def crash(self):
         await self._running.aclose()
 
-    async def work(self) -> None:
+    async def work(self):
         while True:
             self.agent.notify(self.engine.serve())
             await asyncio.sleep(STEP_S)
 
-    async def lose_lease(self) -> None:
+    async def lose_lease(self):
         """Expire the lease: the agent resyncs if it is retired before it renews the lease."""
         await self._redis.zadd(KEYS["leases"], {str(self.agent.incarnation): 1}, xx=True)
 
-    async def lease(self) -> float | None:
+    async def lease(self):
         return await self._redis.zscore(KEYS["leases"], str(self.agent.incarnation))
 
 
 class Cluster:
     """Some workers, a router, and a client that sends requests."""
 
-    def __init__(self, redis: RedisClient) -> None:
+    def __init__(self, redis):
         self.redis = redis
         self.rng = random.Random(7)
         system_prompts = [new_blocks(self.rng, 8 + n) for n in range(24)]
@@ -200,9 +193,9 @@ class Cluster:
             ScriptRunner(redis, TIMEOUT_S), KEYS, settings, self.fleet, Telemetry()
         )
 
-    async def send(self) -> None:
+    async def send(self):
         """Send requests, of which some are served, some abandoned and some left to expire."""
-        in_flight: deque[Decision] = deque()
+        in_flight = deque()
         for n in count():
             chain = self.rng.choice(self.rng.choice(self.workers).engine.conversations)
             request = RouteRequest(f"r{n}", chain, len(chain) * BLOCK_SIZE, "latency")
@@ -212,7 +205,7 @@ class Cluster:
                 await self._end(in_flight.popleft())
             await asyncio.sleep(REQUEST_INTERVAL_S)
 
-    async def _end(self, decision: Decision) -> None:
+    async def _end(self, decision):
         match self.rng.randrange(4):
             case 0:
                 await self.router.prefill_complete(decision.request_id)
@@ -224,25 +217,25 @@ class Cluster:
             case _:
                 pass  # it expires
 
-    async def crash(self) -> None:
+    async def crash(self):
         worker = self.rng.choice(self.workers)
         await worker.crash()
         await worker.start()
 
-    async def lose_lease(self) -> None:
+    async def lose_lease(self):
         await self.rng.choice(self.workers).lose_lease()
 
-    async def retire_and_return(self) -> None:
+    async def retire_and_return(self):
         """Stop a worker until it is retired, then start it again."""
         worker = self.rng.choice(self.workers)
         await worker.crash()
         await eventually(worker.lease, lambda lease: lease is None, within_s=60.0)
         await worker.start()
 
-    async def age(self, turnovers: int, metrics_maxlen: int) -> None:
+    async def age(self, turnovers, metrics_maxlen):
         """Wait until all is full, and caches have been replaced `turnovers` times."""
 
-        async def num_turnovers() -> float:
+        async def num_turnovers():
             evicted = min(worker.engine.num_evicted for worker in self.workers)
             return evicted / (DEVICE_BLOCKS + HOST_BLOCKS)
 
@@ -258,11 +251,11 @@ class Cluster:
             within_s=300.0,
         )
 
-    async def memory(self) -> float:
+    async def memory(self):
         """Bytes that Redis uses for data, once nothing of dead incarnations is left: the median of
         some samples, without the memory of an empty server and of clients' buffers."""
         await eventually(self._leftovers, lambda found: not found, within_s=30.0)
-        samples: list[float] = []
+        samples = []
         for _ in range(25):
             info = await self.redis.info("memory")
             overhead = info["used_memory_startup"] + info["mem_clients_normal"]
@@ -270,7 +263,7 @@ class Cluster:
             await asyncio.sleep(0.04)
         return median(samples)
 
-    async def _leftovers(self) -> list[str]:
+    async def _leftovers(self):
         """State that is left of dead incarnations, or still to be published."""
         sizes = {
             "workers": await self.redis.hlen(KEYS["workers"]),
@@ -286,7 +279,7 @@ class Cluster:
         transient = [key for shard in SHARDS for key in (shard["dead"], shard["sweep"])]
         return found + behind + [key for key in transient if await self.redis.exists(key)]
 
-    async def transient_keys(self) -> list[str]:
+    async def transient_keys(self):
         """Keys that exist only while requests are in flight, or shortly after."""
         kept = [KEYS[name] for name in CONTROL_KEYS]
         kept += [shard[name] for shard in SHARDS for name in ("shard", "applied", "predictions")]
@@ -294,15 +287,13 @@ class Cluster:
         return [k for k in keys if k not in kept and not re.search(":(blocks|predicted):", k)]
 
 
-def sizes(of: object) -> dict[str, int]:
+def sizes(of):
     """The length of each collection that an object keeps."""
     kept = vars(of).items()
     return {n: len(v) for n, v in kept if isinstance(v, Sized) and not isinstance(v, str)}
 
 
-async def soak(
-    redis: RedisClient, duration_s: float, turnovers: int, metrics_maxlen: int = METRICS_MAXLEN
-) -> None:
+async def soak(redis, duration_s, turnovers, metrics_maxlen=METRICS_MAXLEN):
     """Run for `duration_s` after a warm-up in which caches are replaced `turnovers` times."""
     await redis.hset(KEYS["meta"], "incarnations", str(OLD))
     cluster = Cluster(redis)
@@ -332,12 +323,12 @@ async def soak(
         routing.cancel()
 
 
-async def check_bounded(cluster: Cluster) -> None:
+async def check_bounded(cluster):
     """With all engines idle, state is bounded by what they hold, and the index is consistent."""
     engines = [worker.engine for worker in cluster.workers]
     held = set().union(*(engine.device.keys() | engine.host.keys() for engine in engines))
 
-    async def unique_blocks() -> int:
+    async def unique_blocks():
         summary = await namespaces.summary(cluster.redis, KEYS)
         assert summary is not None
         return summary.unique_blocks
@@ -352,11 +343,11 @@ async def check_bounded(cluster: Cluster) -> None:
 
 
 @asynccontextmanager
-async def only_data_uses_memory(redis: RedisClient) -> AsyncIterator[None]:
+async def only_data_uses_memory(redis):
     """Turn off what Redis records of commands, which takes more memory than all our data: the
     arguments of slow commands, of which a busy machine has more, and, from Redis 7 on, a histogram
     of each command's latency from its first use on."""
-    settings_before: dict[Any, Any] = await redis.config_get("latency-tracking")
+    settings_before = await redis.config_get("latency-tracking")
     settings_before |= await redis.config_get("slowlog-max-len")
     for name in settings_before:
         await redis.config_set(name, "no" if name == "latency-tracking" else 0)
@@ -367,20 +358,18 @@ async def only_data_uses_memory(redis: RedisClient) -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+def no_warnings(caplog):
     """pytest keeps every record, its exception's traceback and so all that a crashed agent had."""
     caplog.set_level(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_grace(monkeypatch):
     monkeypatch.setattr(maintenance, "RETIRE_GRACE_MS", GRACE_MS)
 
 
 @pytest.mark.slow
-async def test_memory_does_not_grow_at_constant_occupancy(
-    one_redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_does_not_grow_at_constant_occupancy(one_redis_server, monkeypatch):
     # A short stream, which fills as soon as the caches do.
     monkeypatch.setattr(agents, "METRICS_MAXLEN", FEW_METRICS)
     monkeypatch.setattr(keys, "METRICS_INTERVAL_S", 0.02)
@@ -390,9 +379,7 @@ async def test_memory_does_not_grow_at_constant_occupancy(
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 900)
-async def test_memory_does_not_grow_at_constant_occupancy_over_half_an_hour(
-    redis_server: EmbeddedRedis,
-) -> None:
+async def test_memory_does_not_grow_at_constant_occupancy_over_half_an_hour(redis_server):
     """Takes KVROUTE_SOAK_S seconds on each kind of server, by default 1800."""
     async with connect(redis_server.url) as redis, only_data_uses_memory(redis):
         await soak(redis, SOAK_S, turnovers=10)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from unittest import mock
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.chains import GROUP_BLOCKS
-from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
+from app.core.events import Cleared, Ends, Removed, Stored
 from app.core.overlaps import ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import FIRST_PLACE, Change, IndexClaims
@@ -20,21 +19,16 @@ from workers.agent.ownership import Ownership
 DEVICE, HOST, DISK = Tier
 A, B, C, D, E = (SequenceHash(0xA + i) for i in range(5))
 
-Published = dict[SequenceHash, Tier]
-Parents = Mapping[SequenceHash, SequenceHash | None]
 
-
-def stored(
-    *blocks: SequenceHash, parent: SequenceHash | None = None, tier: Tier = DEVICE
-) -> Stored:
+def stored(*blocks, parent=None, tier=DEVICE):
     return Stored(blocks, parent, tier)
 
 
-def removed(*blocks: SequenceHash, tier: Tier = DEVICE) -> Removed:
+def removed(*blocks, tier=DEVICE):
     return Removed(blocks, tier)
 
 
-def drained(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHash, Tier | None]]:
+def drained(ownership, *events):
     """The changes that Redis must be sent after these events."""
     ownership.apply(events)
     ownership.check()
@@ -45,23 +39,23 @@ def drained(ownership: Ownership, *events: CacheEvent) -> list[tuple[SequenceHas
 
 
 @pytest.fixture
-def ownership() -> Ownership:
+def ownership():
     return Ownership()
 
 
 @pytest.fixture
-def abcd() -> Ownership:
+def abcd():
     """A to D are one chain on the device, and have been sent to Redis."""
     ownership = Ownership()
     drained(ownership, stored(A, B, C, D))
     return ownership
 
 
-def test_a_chain_is_published_from_the_root_outward(ownership: Ownership) -> None:
+def test_a_chain_is_published_from_the_root_outward(ownership):
     assert drained(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
 
 
-def test_the_blocks_of_a_group_are_sent_together(ownership: Ownership) -> None:
+def test_the_blocks_of_a_group_are_sent_together(ownership):
     """Two chains of 40 blocks, which differ after the 20th, are stored alternately."""
     left = [SequenceHash(1000 + i) for i in range(40)]
     right = left[:20] + [SequenceHash(2000 + i) for i in range(20, 40)]
@@ -76,14 +70,12 @@ def test_the_blocks_of_a_group_are_sent_together(ownership: Ownership) -> None:
     assert [c.tier for c in changes] == [DEVICE] * 60
 
 
-def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership: Ownership) -> None:
+def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership):
     blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
     assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
 
 
-def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(
-    ownership: Ownership,
-) -> None:
+def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(ownership):
     """40 prompts of 40 blocks: their 120 groups are far more than one drain needs to take."""
     chains = [[SequenceHash((n << 58) + i) for i in range(40)] for n in range(40)]
     ownership.apply([stored(*chain) for chain in chains])
@@ -105,9 +97,7 @@ def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(
     assert not ownership.any_pending
 
 
-def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
-    ownership: Ownership,
-) -> None:
+def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(ownership):
     drained(ownership, stored(A, tier=HOST))
     ownership.apply([stored(A)])
     refused = ownership.drain(0)
@@ -116,16 +106,14 @@ def test_a_change_that_redis_refused_is_sent_when_its_block_is_stored_again(
     assert drained(ownership, stored(A)) == [(A, DEVICE)]
 
 
-def test_chains_go_to_the_shard_of_their_first_block(ownership: Ownership) -> None:
+def test_chains_go_to_the_shard_of_their_first_block(ownership):
     ownership.forget(shards=2)
     ownership.apply([stored(A, D), stored(B, C)])
     assert ownership.drain(0) == [Change(A, DEVICE, A), Change(D, DEVICE, A)]
     assert ownership.drain(1) == [Change(B, DEVICE, B), Change(C, DEVICE, B)]
 
 
-def test_changes_pending_for_one_shard_survive_draining_another(
-    ownership: Ownership,
-) -> None:
+def test_changes_pending_for_one_shard_survive_draining_another(ownership):
     ownership.forget(shards=2)
     ownership.apply([stored(A, D), stored(B, C)])
     changes = ownership.drain(0)
@@ -144,7 +132,7 @@ def test_changes_pending_for_one_shard_survive_draining_another(
     assert ownership.num_pending == 0
 
 
-def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd: Ownership) -> None:
+def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd):
     assert abcd.next_to_audit(3) == [[B, C, D]]
     assert abcd.as_published(0, [B, C, D]) == [Change(b, DEVICE, A) for b in (B, C, D)]
     drained(abcd, removed(A), stored(A))
@@ -154,15 +142,13 @@ def test_audits_rotate_over_the_blocks_and_skip_removed_ones(abcd: Ownership) ->
     assert abcd.as_published(0, [A, B]) == [Change(A, DEVICE, A)]
 
 
-def test_an_audit_skips_blocks_removed_since_its_round_began(abcd: Ownership) -> None:
+def test_an_audit_skips_blocks_removed_since_its_round_began(abcd):
     assert abcd.next_to_audit(3) == [[B, C, D]]
     drained(abcd, removed(A, B, C, D))
     assert abcd.next_to_audit(3) == [[]]
 
 
-def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(
-    abcd: Ownership,
-) -> None:
+def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(abcd):
     [blocks] = abcd.next_to_audit(9)
     abcd.forget(shards=3)
     for shard in range(3):
@@ -174,40 +160,38 @@ def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(
     ]
 
 
-def test_a_chain_may_continue_a_published_parent(ownership: Ownership) -> None:
+def test_a_chain_may_continue_a_published_parent(ownership):
     drained(ownership, stored(A, B))
     assert drained(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
 
 
-def test_nothing_is_sent_if_nothing_is_new(abcd: Ownership) -> None:
+def test_nothing_is_sent_if_nothing_is_new(abcd):
     assert drained(abcd) == []
     assert drained(abcd, stored(A, B), stored(C, parent=B)) == []
 
 
-def test_a_hole_in_mid_chain_withdraws_its_descendants_from_the_leaves_inward(
-    abcd: Ownership,
-) -> None:
+def test_a_hole_in_mid_chain_withdraws_its_descendants_from_the_leaves_inward(abcd):
     assert drained(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
 
 
-def test_the_descendants_of_a_hole_are_published_again_when_it_is_filled(abcd: Ownership) -> None:
+def test_the_descendants_of_a_hole_are_published_again_when_it_is_filled(abcd):
     drained(abcd, removed(B))
     assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_two_holes_must_both_be_filled(abcd: Ownership) -> None:
+def test_two_holes_must_both_be_filled(abcd):
     assert drained(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
     assert drained(abcd, stored(C, parent=B)) == []
     assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_a_descendant_of_a_hole_may_be_removed_while_the_hole_is_open(abcd: Ownership) -> None:
+def test_a_descendant_of_a_hole_may_be_removed_while_the_hole_is_open(abcd):
     drained(abcd, removed(B))
     assert drained(abcd, removed(D)) == []
     assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
 
 
-def test_removing_a_root_withdraws_all_its_branches(ownership: Ownership) -> None:
+def test_removing_a_root_withdraws_all_its_branches(ownership):
     drained(ownership, stored(A, B), stored(C, parent=A), stored(D))
     changes = drained(ownership, removed(A))
     assert set(changes[:2]) == {(B, None), (C, None)}
@@ -215,28 +199,28 @@ def test_removing_a_root_withdraws_all_its_branches(ownership: Ownership) -> Non
     assert drained(ownership, removed(B), removed(C)) == []
 
 
-def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership: Ownership) -> None:
+def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership):
     events = [stored(A), stored(B, parent=A, tier=HOST), stored(C, parent=B), stored(D, parent=C)]
     assert drained(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
     assert drained(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_the_fastest_of_several_tiers_that_hold_a_block_counts(abcd: Ownership) -> None:
+def test_the_fastest_of_several_tiers_that_hold_a_block_counts(abcd):
     assert drained(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
     assert drained(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
     assert drained(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
     assert drained(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
 
 
-def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd: Ownership) -> None:
+def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd):
     assert drained(abcd, removed(B, tier=HOST), removed(E)) == []
 
 
-def test_an_offload_moves_a_tail_without_withdrawing_it(abcd: Ownership) -> None:
+def test_an_offload_moves_a_tail_without_withdrawing_it(abcd):
     assert drained(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
 
 
-def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership) -> None:
+def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd):
     abcd.apply([stored(E, parent=D)])
     assert abcd.num_pending == 1
     abcd.apply([removed(E)])
@@ -244,7 +228,7 @@ def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd: Ownership)
     assert drained(abcd) == []
 
 
-def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership) -> None:
+def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd):
     abcd.apply([removed(B)])
     assert abcd.num_pending == 3
     abcd.apply([stored(B, parent=A)])
@@ -252,13 +236,11 @@ def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd: Ownership)
     assert drained(abcd) == []
 
 
-def test_removals_come_before_stores(abcd: Ownership) -> None:
+def test_removals_come_before_stores(abcd):
     assert drained(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
 
 
-def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(
-    abcd: Ownership,
-) -> None:
+def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(abcd):
     assert drained(abcd, stored(A, tier=HOST), removed(A)) == [
         (D, HOST),
         (C, HOST),
@@ -268,19 +250,19 @@ def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(
     assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership: Ownership) -> None:
+def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership):
     assert drained(ownership, stored(C, D, parent=B)) == []
     assert drained(ownership, stored(B, parent=A)) == []
     changes = drained(ownership, stored(A))
     assert changes == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
 
 
-def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership: Ownership) -> None:
+def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership):
     assert drained(ownership, stored(C, D, parent=B), removed(C, D)) == []
     assert drained(ownership, stored(B)) == [(B, DEVICE)]
 
 
-def test_clearing_withdraws_everything_from_the_leaves_inward(abcd: Ownership) -> None:
+def test_clearing_withdraws_everything_from_the_leaves_inward(abcd):
     drained(abcd, stored(E, tier=HOST))
     changes = drained(abcd, Cleared())
     assert [block for block, _ in changes if block != E] == [D, C, B, A]
@@ -288,43 +270,43 @@ def test_clearing_withdraws_everything_from_the_leaves_inward(abcd: Ownership) -
     assert len(changes) == 5
 
 
-def test_blocks_stored_again_after_clearing_are_not_sent(abcd: Ownership) -> None:
+def test_blocks_stored_again_after_clearing_are_not_sent(abcd):
     assert drained(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
 
 
-def test_clearing_an_empty_cache_sends_nothing(ownership: Ownership) -> None:
+def test_clearing_an_empty_cache_sends_nothing(ownership):
     assert drained(ownership, Cleared()) == []
     assert drained(ownership, stored(A), Cleared()) == []
 
 
-def test_after_forgetting_all_published_blocks_are_sent_again(abcd: Ownership) -> None:
+def test_after_forgetting_all_published_blocks_are_sent_again(abcd):
     drained(abcd, stored(C, parent=B, tier=HOST), removed(C))
     abcd.forget()
     assert abcd.num_pending == 4
     assert drained(abcd) == [(A, DEVICE), (B, DEVICE), (C, HOST), (D, HOST)]
 
 
-def test_after_forgetting_removed_blocks_are_not_withdrawn(abcd: Ownership) -> None:
+def test_after_forgetting_removed_blocks_are_not_withdrawn(abcd):
     abcd.apply([removed(B)])
     abcd.forget()
     assert drained(abcd) == [(A, DEVICE)]
 
 
-def test_pending_changes_are_sent_once_after_forgetting(abcd: Ownership) -> None:
+def test_pending_changes_are_sent_once_after_forgetting(abcd):
     abcd.apply([stored(E, parent=D)])
     abcd.forget()
     assert [block for block, _ in drained(abcd)] == [A, B, C, D, E]
 
 
-def test_check_detects_inconsistent_bookkeeping(abcd: Ownership) -> None:
+def test_check_detects_inconsistent_bookkeeping(abcd):
     abcd._nodes[B].wanted = HOST
     with pytest.raises(AssertionError, match="000000000000000b is out of date"):
         abcd.check()
 
 
-def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) -> Published:
+def plain_published(held, parents):
     """Each block whose ancestors are all held, in the slowest of the fastest tiers on its path."""
-    published: Published = {}
+    published = {}
     for block, parent in parents.items():  # parents come before their children
         if held[block] and (parent is None or parent in published):
             fastest = min(held[block])
@@ -332,7 +314,7 @@ def plain_published(held: Mapping[SequenceHash, set[Tier]], parents: Parents) ->
     return published
 
 
-def chain_of(block: SequenceHash, parents: Parents) -> list[SequenceHash]:
+def chain_of(block, parents):
     """`block` after those that lead to it."""
     chain = [block]
     while (parent := parents[chain[-1]]) is not None:
@@ -340,13 +322,13 @@ def chain_of(block: SequenceHash, parents: Parents) -> list[SequenceHash]:
     return chain[::-1]
 
 
-def leader_of(block: SequenceHash, parents: Parents) -> SequenceHash:
+def leader_of(block, parents):
     """The first block of the group of GROUP that `block` is in."""
     chain = chain_of(block, parents)
     return chain[(len(chain) - 1) // GROUP * GROUP]
 
 
-def send(redis: Published, changes: list[Change], parents: Parents) -> None:
+def send(redis, changes, parents):
     """Apply changes one by one: the invariant must hold wherever they are cut into batches."""
     for block, tier, leader, _ in changes:
         assert leader == leader_of(block, parents)
@@ -382,7 +364,7 @@ BLOCKS = [SequenceHash(i << 59 | i) for i in range(NUM_BLOCKS)]
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Parents:
+def trees(draw):
     """A random forest, in which parents come before their children."""
     return {
         block: draw(st.sampled_from([None, *BLOCKS[max(0, i - 3) : i]]))
@@ -391,7 +373,7 @@ def trees(draw: st.DrawFn) -> Parents:
 
 
 @st.composite
-def stores(draw: st.DrawFn, parents: Parents) -> Stored:
+def stores(draw, parents):
     """A block and up to three of its ancestors as one event, in prompt order."""
     blocks = [draw(st.sampled_from(BLOCKS))]
     for _ in range(draw(st.integers(0, 3))):
@@ -402,7 +384,7 @@ def stores(draw: st.DrawFn, parents: Parents) -> Stored:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forget]]:
+def histories(draw):
     parents = draw(trees())
     store = stores(parents)
     remove = st.builds(
@@ -417,13 +399,11 @@ def histories(draw: st.DrawFn) -> tuple[Parents, list[CacheEvent | Drain | Forge
 @mock.patch.object(module, "GROUP_BLOCKS", GROUP)
 @settings(max_examples=200)
 @given(histories())
-def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
-    history: tuple[Parents, list[CacheEvent | Drain | Forget]],
-) -> None:
+def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(history):
     parents, events = history
     ownership = Ownership()
-    held: dict[SequenceHash, set[Tier]] = {block: set() for block in BLOCKS}
-    redis: Published = {}
+    held = {block: set() for block in BLOCKS}
+    redis = {}
     for event in events:
         match event:
             case Drain(None, at_least):
@@ -468,9 +448,7 @@ def test_redis_is_always_sent_exactly_what_a_plain_model_publishes(
     st.integers(0, 3),
     st.sampled_from([ReuseRule(), ReuseRule(2), ReuseRule(2, 1), ReuseRule(1, 0, 2)]),
 )
-def test_whatever_is_stored_and_removed_it_is_right_after_what_engines_go_on(
-    data: st.DataObject, lookahead: int, rule: ReuseRule
-) -> None:
+def test_whatever_is_stored_and_removed_it_is_right_after_what_engines_go_on(data, lookahead, rule):
     # Few branches, as ends matter to each other along a chain.
     above = data.draw(st.tuples(*[st.sampled_from([1, 1, 1, 2])] * NUM_BLOCKS))
     parents = {
@@ -516,17 +494,13 @@ CLAIM = (0, DEVICE)
         ([(*CLAIM, A), (*CLAIM, A)], False),
     ],
 )
-def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(
-    abcd: Ownership, entries: list[tuple[int, Tier | None, SequenceHash | None]], right: bool
-) -> None:
+def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(abcd, entries, right):
     claims = IndexClaims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
     assert abcd.shows(0, claims) == right
     assert abcd.shows(1, claims) == (entries == [])
 
 
-def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(
-    ownership: Ownership,
-) -> None:
+def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(ownership):
     first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
     drained(ownership, stored(first, second))
     for bucket, right in ((0xAA, True), (0xBB, False)):

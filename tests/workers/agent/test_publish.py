@@ -1,24 +1,18 @@
 """Publishing on a real Redis: batches, retries, audits, and what is waited for."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import stamina
-from redis.asyncio import Redis
 
 import workers.agent.agent
 import workers.agent.publish
 from app.core.errors import IncarnationLost, RedisFull, RedisUnavailable
 from app.core.events import Cleared, Removed, Stored
 from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap
-from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
-from app.state.scripts import Call, ScriptRunner
+from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fake_worker import running
 from tests.redis_servers import stopped
@@ -37,7 +31,7 @@ from workers.agent.ownership import Ownership
 from workers.agent.publish import BATCH_BLOCKS, Publisher
 
 
-async def test_the_index_shows_what_the_engine_reported(redis: Redis, observer: Observer) -> None:
+async def test_the_index_shows_what_the_engine_reported(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:6]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
@@ -58,15 +52,15 @@ async def test_the_index_shows_what_the_engine_reported(redis: Redis, observer: 
 
 @pytest.mark.parametrize("drain_blocks", [workers.agent.publish.DRAIN_BLOCKS, 256])
 async def test_events_beyond_one_round_trip_or_drain_are_all_published(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch, drain_blocks: int
-) -> None:
+    redis, observer, monkeypatch, drain_blocks
+):
     # One round trip takes 8 batches of 256 blocks; these 10 batches need a second one.
     monkeypatch.setattr(workers.agent.publish, "DRAIN_BLOCKS", drain_blocks)
     chain = [SequenceHash(0x2222_0000_0000_0000 + i) for i in range(BATCH_BLOCKS * 9 + 1)]
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(chain), None)])
 
-        async def overlap() -> dict[Incarnation, TierOverlap]:
+        async def overlap():
             return await observer.overlaps(chain)
 
         await eventually(overlap, lambda o: o == {1: TierOverlap(device=len(chain))})
@@ -76,12 +70,12 @@ async def test_events_beyond_one_round_trip_or_drain_are_all_published(
 class BatchRunner(ScriptRunner):
     """Notes how many batches each round trip has; calls `on_trip` at each."""
 
-    def __init__(self, redis: Redis, on_trip: Callable[[int], None]) -> None:
+    def __init__(self, redis, on_trip):
         super().__init__(redis, timeout_s=5.0)
-        self.batches: list[int] = []
+        self.batches = []
         self._on_trip = on_trip
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         if calls[0].name == "apply":
             self.batches.append(len(calls))
             self._on_trip(len(self.batches))
@@ -93,19 +87,15 @@ class BatchRunner(ScriptRunner):
     [(99, [1, 2, 4, 8, 8, 8, 1], 0), (3, [1, 2, 4, *[1] * 25], 25)],
 )
 async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less_often(
-    redis: Redis,
-    monkeypatch: pytest.MonkeyPatch,
-    busy_from: int,
-    expected: list[int],
-    num_pauses: int,
-) -> None:
-    def on_trip(number: int) -> None:
+    redis, monkeypatch, busy_from, expected, num_pauses
+):
+    def on_trip(number):
         monkeypatch.setattr("workers.agent.publish.BUSY_S", -1.0 if number >= busy_from else 60.0)
 
-    delays: list[float] = []
+    delays = []
     sleep = asyncio.sleep
 
-    async def noting(delay: float) -> None:
+    async def noting(delay):
         delays.append(delay)
         await sleep(delay)
 
@@ -124,8 +114,8 @@ async def test_the_busier_redis_is_the_less_an_agent_sends_together_and_the_less
 
 
 async def test_a_send_drains_until_nothing_is_pending_or_redis_is_full(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, observer, monkeypatch
+):
     monkeypatch.setattr(workers.agent.publish, "DRAIN_BLOCKS", 1)
     roots = [SequenceHash(n << 60) for n in range(1, 4)]  # each is drained on its own
     runner = FaultyRunner(redis)
@@ -141,9 +131,7 @@ async def test_a_send_drains_until_nothing_is_pending_or_redis_is_full(
     assert len(await observer.blocks()) == 3
 
 
-async def test_publishing_ends_once_a_shard_refuses_a_batch_or_the_agent_says_so(
-    redis: Redis,
-) -> None:
+async def test_publishing_ends_once_a_shard_refuses_a_batch_or_the_agent_says_so(redis):
     runner = FaultyRunner(redis)
     publisher = Publisher(runner, KEYS, info().key, "nonce", index_blocks=128)
     assert await publisher.open(Incarnation(1), 2)
@@ -158,9 +146,7 @@ async def test_publishing_ends_once_a_shard_refuses_a_batch_or_the_agent_says_so
         await publishing
 
 
-async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(
-    own_redis_server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(own_redis_server, caplog):
     own_redis_server.kill()
     async with connect(own_redis_server.url) as redis:
         with stamina.set_testing(True, attempts=20), pytest.raises(RedisUnavailable):
@@ -169,9 +155,7 @@ async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(
     assert told == ["1", "2", "4", "8", "16"]
 
 
-async def test_events_during_an_outage_are_coalesced_and_published_after_it(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_events_during_an_outage_are_coalesced_and_published_after_it(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         async with running(new_agent(redis)) as agent:
@@ -194,14 +178,12 @@ async def test_events_during_an_outage_are_coalesced_and_published_after_it(
 
 
 @pytest.fixture
-def _frequent_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _frequent_audits(monkeypatch):
     monkeypatch.setattr(workers.agent.agent, "AUDIT_INTERVAL_S", 0.05)
 
 
 @pytest.mark.usefixtures("_frequent_audits")
-async def test_blocks_deleted_from_the_index_are_published_again(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_blocks_deleted_from_the_index_are_published_again(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
@@ -211,9 +193,7 @@ async def test_blocks_deleted_from_the_index_are_published_again(
 
 
 @pytest.mark.usefixtures("_frequent_audits")
-async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(redis, observer):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN[:4]), None)])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
@@ -225,8 +205,8 @@ async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(
 
 @pytest.mark.usefixtures("_frequent_audits")
 async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_lost_blocks(
-    redis: Redis, observer: Observer, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, observer, caplog
+):
     async with running(new_agent(redis)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
         await agent.published()
@@ -241,19 +221,19 @@ class CountingRunner(ScriptRunner):
 
     searches = 0
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         self.searches += any(c.name == "audit" for c in calls)
         return await super().run_each(calls)
 
 
 @pytest.mark.usefixtures("_frequent_audits")
 async def test_an_audit_searches_at_most_once_a_round_and_leaves_correct_entries_alone(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, monkeypatch
+):
     runner = CountingRunner(redis, timeout_s=1.0)
     num_rounds, next_to_audit = 0, Ownership.next_to_audit
 
-    def counted(ownership: Ownership, count: int) -> list[list[SequenceHash]]:
+    def counted(ownership, count):
         nonlocal num_rounds
         num_rounds += 1
         return next_to_audit(ownership, count)
@@ -261,7 +241,7 @@ async def test_an_audit_searches_at_most_once_a_round_and_leaves_correct_entries
     monkeypatch.setattr(Ownership, "next_to_audit", counted)
     async with running(new_agent(redis, runner=runner)) as agent:
 
-        async def searches() -> int:
+        async def searches():
             return runner.searches
 
         for n in range(1, 9):
@@ -271,9 +251,7 @@ async def test_an_audit_searches_at_most_once_a_round_and_leaves_correct_entries
         assert runner.searches <= num_rounds
 
 
-async def test_once_settled_redis_no_longer_shows_removed_blocks(
-    redis: Redis, observer: Observer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_once_settled_redis_no_longer_shows_removed_blocks(redis, observer, monkeypatch):
     monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
     agent = new_agent(redis)
     assert await agent.published()  # not registered yet: Redis shows none of its blocks
@@ -289,9 +267,7 @@ async def test_once_settled_redis_no_longer_shows_removed_blocks(
         await agent.published()
 
 
-async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(redis, observer):
     runner = GatedRunner(redis, "apply")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
@@ -310,9 +286,7 @@ async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(
         assert await observer.overlaps() == {1: TierOverlap(device=2)}
 
 
-async def test_settling_does_not_wait_for_an_unreachable_redis(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_settling_does_not_wait_for_an_unreachable_redis(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         async with running(new_agent(redis)) as agent:
@@ -332,15 +306,13 @@ class PartitionedRunner(GatedRunner):
 
     is_partitioned = False
 
-    async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
+    async def run_each(self, calls):
         if self.is_partitioned and any(SHARD["applied"] in c.keys for c in calls):
             return [RedisUnavailable("partitioned")] * len(calls)
         return await super().run_each(calls)
 
 
-async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable(
-    redis: Redis,
-) -> None:
+async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable(redis):
     runner = PartitionedRunner(redis, "apply")
     first, second = SequenceHash(10), SequenceHash(11)  # one block in each shard
     async with running(new_agent(redis, shards=2, runner=runner)) as agent:
@@ -359,9 +331,7 @@ async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable
         assert not await published
 
 
-async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
-    redis: Redis, observer: Observer
-) -> None:
+async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(redis, observer):
     runner = GatedRunner(redis, "activate")
     async with running(new_agent(redis, runner=runner)) as agent:
         agent.notify([Stored(tuple(CHAIN), None)])
@@ -379,9 +349,7 @@ async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(
         assert await observer.overlaps() == {2: TierOverlap(device=5)}
 
 
-async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(
-    own_redis_server: EmbeddedRedis,
-) -> None:
+async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
         runner = GatedRunner(redis, "register")

@@ -4,8 +4,6 @@ A small engine on real sockets, the rank beside it, and real Redis. The engine s
 vLLM does, in a tree of prompts; blocks may go before those that follow them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 
@@ -18,7 +16,6 @@ from app.core.keys import Keyspace
 from app.core.types import TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
 from app.http.server import run
-from app.local.redis_server import EmbeddedRedis
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
@@ -64,11 +61,11 @@ Step = tuple[str, int, int]
 class Engine:
     """What it holds, and what it publishes of it."""
 
-    def __init__(self, publisher: EventSockets) -> None:
+    def __init__(self, publisher):
         self.publisher = publisher
-        self.held: set[int] = set()
+        self.held = set()
 
-    def store(self, prompt: int, length: int, times: int) -> None:
+    def store(self, prompt, length, times):
         """The first `length` blocks of the prompt, those that it holds already excepted."""
         names = NAMES[prompt][:length]
         events = []
@@ -81,26 +78,26 @@ class Engine:
         if events:
             self.publisher.publish(events, times=times)
 
-    def remove(self, number: int, times: int) -> None:
+    def remove(self, number, times):
         name = ALL_NAMES[number]
         if name in self.held:
             self.held.discard(name)
             self.publisher.publish([BlockRemoved([name], "GPU")], times=times)
 
-    def clear(self, times: int) -> None:
+    def clear(self, times):
         self.held.clear()
         self.publisher.publish([AllBlocksCleared()], times=times)
 
-    def restart(self) -> None:
+    def restart(self):
         self.held.clear()
         self.publisher.restart()
 
-    def overlap(self, prompt: int) -> int:
+    def overlap(self, prompt):
         names = NAMES[prompt]
         return next((n for n, name in enumerate(names) if name not in self.held), len(names))
 
 
-async def step(engine: Engine, name: str, number: int, times: int) -> None:
+async def step(engine, name, number, times):
     match name:
         case "store":
             engine.store(number % len(PROMPTS), 1 + number // len(PROMPTS) % 8, times)
@@ -137,7 +134,7 @@ STEPS = st.tuples(
 )
 
 
-async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
+async def run_steps(url, buffer, steps):
     context = zmq.asyncio.Context()
     async with connect(url) as redis, EventSockets(buffer) as publisher:
         await redis.flushall()
@@ -157,12 +154,12 @@ async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
         try:
             engine = Engine(publisher)
 
-            async def hears() -> bool:
+            async def hears():
                 engine.clear(times=1)
                 counters = rank.stream.counters
                 return rank.agent.incarnation is not None and counters.batches > counters.replayed
 
-            async def has_caught_up() -> bool:
+            async def has_caught_up():
                 # After a loss, `joined_late` holds until the engine has been asked for everything;
                 # one that still has all batches may leave nothing unknown.
                 is_learning = rank.joined_late and buffer != 2
@@ -198,7 +195,7 @@ async def run_steps(url: str, buffer: int, steps: list[Step]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch):
     for name in ("PROBE_S", "RETRY_S", "MIN_WAIT_S", "MAX_WAIT_S"):
         monkeypatch.setattr(stream, name, 0.05)
     # Longer than a busy machine holds up an answer, which would count as an engine that is gone.
@@ -210,7 +207,5 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(buffer=st.sampled_from([2, 10_000]), steps=st.lists(STEPS, max_size=30))
-def test_at_rest_routers_see_what_the_engine_holds(
-    one_redis_server: EmbeddedRedis, buffer: int, steps: list[Step]
-) -> None:
+def test_at_rest_routers_see_what_the_engine_holds(one_redis_server, buffer, steps):
     run(run_steps(one_redis_server.url, buffer, steps))

@@ -1,21 +1,15 @@
 """An agent follows an engine that falls ill on demand: what routers see of it meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 import pytest
 import zmq.asyncio
-from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
@@ -23,20 +17,19 @@ from app.core.registration import decode_info, decode_metrics
 from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import Trust
 from app.core.types import Incarnation
-from app.core.worker_report import WorkerInfo
 from app.ops.checks import engines as of_engines
 from app.ops.workers import everyone
 from app.router.fleet import Fleet
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from tests.fakes.faults import HANG_S, WELL, Faults
 from tests.workers.agent.harness import info
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import follower as following
 from workers.bridge import health
-from workers.bridge.follower import EngineFollower, State
+from workers.bridge.follower import EngineFollower
 from workers.bridge.http.facts import NO_OVERRIDES
 
 KEYS = Keyspace("follower")
@@ -44,7 +37,7 @@ LONG_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     """Engines are looked at more often than they are as a rule."""
     monkeypatch.setattr(following, "POLL_S", 0.02)
     monkeypatch.setattr(following, "LOOK_AGAIN_S", 0.05)
@@ -54,60 +47,59 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 class Followed:
     """An engine, its agent, and what routers see of it beside another worker."""
 
-    def __init__(self, redis: Redis, engine: FakeEngine, follower: EngineFollower) -> None:
-        self.redis: Any = redis
+    def __init__(self, redis, engine, follower):
+        self.redis = redis
         self.engine, self.follower = engine, follower
         self.runner = ScriptRunner(redis, 5.0)
         self.http = follower._session
 
-    async def live(self) -> list[str]:
+    async def live(self):
         with suppress(NamespaceMissing):
             loads = (await self.runner.one(reservations.loads(KEYS))).loads
             told = [await self.redis.hget(KEYS["workers"], str(inc)) for inc in loads]
             return sorted(str(decode_info(one).key) for one in told if one)  # else replaced
         return []
 
-    async def _info(self, inc: Incarnation) -> WorkerInfo:
+    async def _info(self, inc):
         return decode_info(await self.redis.hget(KEYS["workers"], str(inc)))
 
-    async def registered(self) -> WorkerInfo:
+    async def registered(self):
         """What the agent says of its worker, which is registered."""
         return await self._info(Incarnation(int(await self.incarnation() or 0)))
 
-    async def incarnation(self) -> bytes | None:
-        found: bytes | None = await self.redis.hget(KEYS["current"], "e:0")
-        return found
+    async def incarnation(self):
+        return await self.redis.hget(KEYS["current"], "e:0")
 
-    async def until(self, *live: str) -> None:
+    async def until(self, *live):
         await eventually(self.live, lambda seen: seen == sorted(live))
 
-    async def until_state(self, state: State) -> None:
-        async def look() -> State:
+    async def until_state(self, state):
+        async def look():
             return self.follower.state
 
         await eventually(look, lambda seen: seen == state)
 
-    async def late_s(self) -> float:
+    async def late_s(self):
         """As it last reported."""
         for _, entry in await self.redis.xrevrange(KEYS["metrics"], count=50):
             if entry[b"worker"] == b"e:0":
                 return decode_metrics(entry)[0].late_s
         return 0.0
 
-    async def asked(self, path: str, more: int = 3) -> None:
+    async def asked(self, path, more=3):
         """Until the engine has been asked there so many times more."""
         before = self.engine.requests[path]
 
-        async def look() -> int:
+        async def look():
             return self.engine.requests[path] - before
 
         await eventually(look, lambda number: number >= more)
 
-    def begin(self, max_tokens: int = 1000) -> asyncio.Task[Any]:
+    def begin(self, max_tokens=1000):
         """A stream that is never read."""
         body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True}
 
-        async def ask() -> None:
+        async def ask():
             with suppress(aiohttp.ClientError):
                 async with self.http.post(f"{self.engine.url}/v1/completions", json=body) as answer:
                     await answer.read()
@@ -116,9 +108,7 @@ class Followed:
 
 
 @asynccontextmanager
-async def following_at(
-    redis: Redis, folder: Path, engine_url: str, worker_id: str = "e", **changes: Any
-) -> AsyncIterator[EngineFollower]:
+async def following_at(redis, folder, engine_url, worker_id="e", **changes):
     lease = {"lease_ttl_s": 0.6}
     settings = EngineAgentSettings(engine_url=engine_url, worker_id=worker_id, **lease | changes)
     async with aiohttp.ClientSession() as http:
@@ -134,9 +124,7 @@ async def following_at(
 
 
 @asynccontextmanager
-async def followed(
-    redis: Redis, folder: Path, *, until: State = "serving", faults: Faults = WELL, **changes: Any
-) -> AsyncIterator[Followed]:
+async def followed(redis, folder, *, until="serving", faults=WELL, **changes):
     async with fake_engine(token_s=0.01, max_model_len=100) as engine:
         engine.faults = faults
         async with following_at(redis, folder, engine.url, **changes) as follower:
@@ -147,7 +135,7 @@ async def followed(
             yield seen
 
 
-async def join(redis: Redis) -> None:
+async def join(redis):
     """Another worker, which is always well."""
     settings = AgentSettings(LONG_S, 128)
     await Agent(
@@ -155,11 +143,11 @@ async def join(redis: Redis) -> None:
         KEYS,
         info("other"),
         settings,
-        lambda: None,  # type: ignore[arg-type, return-value]
+        lambda: None,
     ).start()
 
 
-def shown(value: object) -> str:
+def shown(value):
     """For the name of a test: of faults, those that there are."""
     if not isinstance(value, Faults):
         return "said"
@@ -183,9 +171,7 @@ def shown(value: object) -> str:
     ],
     ids=shown,
 )
-async def test_an_engine_that_works_keeps_its_worker(
-    redis: Redis, tmp_path: Path, faults: Faults
-) -> None:
+async def test_an_engine_that_works_keeps_its_worker(redis, tmp_path, faults):
     async with followed(redis, tmp_path) as engine:
         await join(redis)
         before = await engine.incarnation()
@@ -197,7 +183,7 @@ async def test_an_engine_that_works_keeps_its_worker(
         stream.cancel()
 
 
-async def test_an_engine_whose_answers_are_late_is_slow(redis: Redis, tmp_path: Path) -> None:
+async def test_an_engine_whose_answers_are_late_is_slow(redis, tmp_path):
     async with followed(redis, tmp_path) as engine:
         engine.engine.faults = Faults(health_s=0.7)
         await eventually(engine.late_s, lambda late_s: 0.5 < late_s < 5)
@@ -206,9 +192,7 @@ async def test_an_engine_whose_answers_are_late_is_slow(redis: Redis, tmp_path: 
         await engine.until("e:0")
 
 
-async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(redis, tmp_path):
     async with followed(redis, tmp_path, stall_s=0.3) as engine:
         await join(redis)
         before = await engine.incarnation()
@@ -226,9 +210,7 @@ async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(
             stream.cancel()
 
 
-async def test_an_engine_that_says_nothing_at_all_is_found_out(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_says_nothing_at_all_is_found_out(redis, tmp_path, monkeypatch):
     monkeypatch.setattr(health, "SILENT_S", 0.3)
     async with followed(redis, tmp_path) as engine:
         await join(redis)
@@ -238,9 +220,7 @@ async def test_an_engine_that_says_nothing_at_all_is_found_out(
         await engine.until("e:0", "other:0")
 
 
-async def test_an_engine_that_says_that_it_is_not_well_is_believed(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_says_that_it_is_not_well_is_believed(redis, tmp_path):
     async with followed(redis, tmp_path) as engine:
         await join(redis)
         engine.engine.faults = Faults(health_status=503)
@@ -249,23 +229,19 @@ async def test_an_engine_that_says_that_it_is_not_well_is_believed(
         await engine.until("e:0", "other:0")
 
 
-async def test_the_last_worker_stays_in_service_whatever_its_agent_thinks(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_the_last_worker_stays_in_service_whatever_its_agent_thinks(redis, tmp_path):
     async with followed(redis, tmp_path) as engine:
         engine.engine.faults = Faults(health_status=503)
         await engine.until_state("ill")
 
-        async def told() -> str:
+        async def told():
             return (await engine.registered()).ill
 
         assert await eventually(told) == "says that it is not well"
         await engine.until("e:0")
 
 
-async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(redis, tmp_path):
     async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
         before = await engine.incarnation()
         engine.engine.faults = Faults(away_s=5.0)  # longer than a busy machine overlooks
@@ -284,9 +260,7 @@ async def test_an_engine_that_is_gone_leaves_and_is_back_with_its_next_life(
     ],
     ids=shown,
 )
-async def test_an_engine_that_cannot_be_followed_is_looked_at_again(
-    redis: Redis, tmp_path: Path, faults: Faults, why: str
-) -> None:
+async def test_an_engine_that_cannot_be_followed_is_looked_at_again(redis, tmp_path, faults, why):
     async with followed(redis, tmp_path, faults=faults, until="unfit") as engine:
         assert why in engine.follower.why
         engine.engine.faults = WELL
@@ -296,13 +270,13 @@ async def test_an_engine_that_cannot_be_followed_is_looked_at_again(
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_an_engine_whose_blocks_do_not_fit_the_namespace_is_approximate(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
-) -> None:
+    redis, tmp_path, monkeypatch, is_late
+):
     """is_late: another lays the namespace out after the engine was looked at."""
     start = Agent.start
 
-    async def lay_out(agent: Agent | None = None) -> None:
-        await redis.hset(KEYS["meta"], mapping={"block_size": 7, "shards": 1})  # type: ignore[misc]
+    async def lay_out(agent=None):
+        await redis.hset(KEYS["meta"], mapping={"block_size": 7, "shards": 1})
         if agent is not None:
             await start(agent)
 
@@ -316,7 +290,7 @@ async def test_an_engine_whose_blocks_do_not_fit_the_namespace_is_approximate(
         assert "blocks of 16 tokens are not whole blocks of the 7" in info.trust_cause
 
 
-async def test_what_an_engine_says_but_once_is_no_change(redis: Redis, tmp_path: Path) -> None:
+async def test_what_an_engine_says_but_once_is_no_change(redis, tmp_path):
     async with followed(redis, tmp_path, lease_ttl_s=LONG_S) as engine:
         before = await engine.incarnation()
         engine.engine.faults = Faults(max_model_len=50)
@@ -331,11 +305,11 @@ async def test_what_an_engine_says_but_once_is_no_change(redis: Redis, tmp_path:
         assert info.max_model_len == 50
 
 
-def card(name: object, **more: Any) -> dict[str, Any]:
+def card(name, **more):
     return {"id": name, "root": "m", "parent": None, "max_model_len": 100} | more
 
 
-def adapters(number: int) -> list[Any]:
+def adapters(number):
     return [card(f"a{n}", root=f"/a/{n}", parent="m") for n in range(number)]
 
 
@@ -354,14 +328,8 @@ def adapters(number: int) -> list[Any]:
     ],
 )
 async def test_an_engine_that_says_too_much_is_a_worker_without_the_surplus(
-    redis: Redis,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    cards: list[Any],
-    num_models: int,
-    num_adapters: int,
-    finding: str,
-) -> None:
+    redis, tmp_path, caplog, cards, num_models, num_adapters, finding
+):
     async with followed(redis, tmp_path) as seen:
         routers = [Fleet(redis, KEYS, timeout_s=2) for _ in range(2)]
         old, new = routers
@@ -370,7 +338,7 @@ async def test_an_engine_that_says_too_much_is_a_worker_without_the_surplus(
             b"Infinity", b"1e400"
         )
 
-        async def by(router: Fleet) -> list[tuple[int, int]]:
+        async def by(router):
             with suppress(NamespaceMissing):
                 await router.view(await seen.runner.one(reservations.loads(KEYS)))
             return [(len(info.models), len(info.adapters)) for info in router.infos]
@@ -385,9 +353,7 @@ async def test_an_engine_that_says_too_much_is_a_worker_without_the_surplus(
 
 
 @pytest.mark.parametrize("tells", ["to the microsecond", "to 10 ms", "nothing"])
-async def test_an_engine_under_two_ids_gets_its_requests_by_one(
-    redis: Redis, tmp_path: Path, tells: str
-) -> None:
+async def test_an_engine_under_two_ids_gets_its_requests_by_one(redis, tmp_path, tells):
     """The second id is of another name of its address; another engine began at that moment."""
     async with fake_engine(token_s=0.01) as one, fake_engine(token_s=0.01) as other:
         for engine in (one, other) if tells != "to the microsecond" else ():
@@ -404,7 +370,7 @@ async def test_an_engine_under_two_ids_gets_its_requests_by_one(
             async with following_at(redis, tmp_path, alias, "copy") as copy:
                 text = "has the same engine as worker e:0, which gets the requests"
 
-                async def found() -> tuple[bool | None, str]:
+                async def found():
                     told = [status.info for status in await everyone(seen.redis, KEYS)]
                     check = of_engines(info for info in told if info)
                     return check.ok, check.found
@@ -415,17 +381,17 @@ async def test_an_engine_under_two_ids_gets_its_requests_by_one(
 
 
 @asynccontextmanager
-async def service(*engines: FakeEngine) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
+async def service(*engines):
     """A URL of which each connection leads to the next of some engines, and these."""
     behind, number = list(engines), itertools.count()
 
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pipe(reader, writer):
         with suppress(OSError):
             while piece := await reader.read(65536):
                 writer.write(piece)
         writer.close()
 
-    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def lead(reader, writer):
         url = urlsplit(behind[next(number) % len(behind)].url)
         there, back = await asyncio.open_connection(url.hostname, url.port)
         await asyncio.gather(pipe(reader, back), pipe(there, writer))
@@ -438,8 +404,8 @@ async def service(*engines: FakeEngine) -> AsyncIterator[tuple[str, list[FakeEng
 
 
 async def test_several_engines_behind_one_address_are_told_and_end_no_worker(
-    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, tmp_path, caplog
+):
     async with (
         fake_engine(token_s=0.01) as a,
         fake_engine(token_s=0.01) as b,
@@ -450,7 +416,7 @@ async def test_several_engines_behind_one_address_are_told_and_end_no_worker(
         await seen.until("e:0")
         incarnation = await seen.incarnation()
 
-        async def rung() -> tuple[str, str]:
+        async def rung():
             told = await seen.registered()
             return told.trust, told.trust_cause.partition(":")[0]
 

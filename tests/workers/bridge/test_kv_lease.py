@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import aiohttp
 import pytest
@@ -15,16 +12,16 @@ from workers.bridge.kv_lease import disagreement, lease_of
 KEPT = {"kv_transfer_params": {"do_remote_prefill": True}}
 
 
-async def found(config: Any, ends_s: float = 0.3) -> list[float]:
+async def found(config, ends_s=0.3):
     """What is known of a lease as time goes by, of an engine that tells its settings so, and whose
     leases end so long after a prompt."""
     loop, asked = asyncio.get_running_loop(), list[float]()
 
-    def answer(_: object) -> object:
+    def answer(_):
         asked.append(loop.time())
         return KEPT
 
-    def reading() -> tuple[dict[int, EngineLoad], float]:
+    def reading():
         now = loop.time()
         ended = sum(now > begun + ends_s for begun in asked)
         return {0: EngineLoad(0, 0, 0.0, leases_ended=ended)}, now
@@ -48,7 +45,7 @@ async def found(config: Any, ends_s: float = 0.3) -> list[float]:
         ),
     ],
 )
-async def test_an_engine_that_tells_its_settings_is_asked(config: Any, lease_s: float) -> None:
+async def test_an_engine_that_tells_its_settings_is_asked(config, lease_s):
     assert await found(config) == [lease_s]
 
 
@@ -65,8 +62,8 @@ async def test_an_engine_that_tells_its_settings_is_asked(config: Any, lease_s: 
     ],
 )
 async def test_of_any_other_it_is_measured_and_never_said_to_be_longer_than_it_was(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, monkeypatch
+):
     monkeypatch.setattr(kv_lease, "LEAST_S", 0.05)
     monkeypatch.setattr(kv_lease, "LOOK_S", 0.01)
     seconds = await found(config)
@@ -77,5 +74,5 @@ async def test_of_any_other_it_is_measured_and_never_said_to_be_longer_than_it_w
 @pytest.mark.parametrize(
     ("said_s", "lease_s", "agree"), [(0.0, 20.0, True), (30.0, 29.4, True), (120.0, 20.0, False)]
 )
-def test_what_an_operator_says_is_compared(said_s: float, lease_s: float, agree: bool) -> None:
+def test_what_an_operator_says_is_compared(said_s, lease_s, agree):
     assert (disagreement(said_s, lease_s) == "") is agree

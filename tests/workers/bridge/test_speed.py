@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.simulation.profiles import PROFILES, Profile
+from app.core.worker_report import DEFAULT_SPEED
+from app.simulation.profiles import PROFILES
 from workers.bridge.http.facts import EngineLoad
-from workers.bridge.speed import Constant, EngineSpeed, speed_of
+from workers.bridge.speed import EngineSpeed, speed_of
 
 CAPACITY = 100_000
 PROFILE = PROFILES["8b-1xh100"]
@@ -22,7 +22,7 @@ FIXED_S, TOKEN_S, PAIR_S = 8e-3, 2e-5, 1.5e-8
 STEP_S, SEQ_S, KV_TOKEN_S = 3e-3, 1e-4, 1e-7
 
 
-def prefill_s(computed: float, cached: float = 0.0, slower: float = 1.0) -> float:
+def prefill_s(computed, cached=0.0, slower=1.0):
     return slower * (FIXED_S + TOKEN_S * computed + PAIR_S * computed * (cached + computed / 2))
 
 
@@ -51,18 +51,18 @@ class Vllm:
         )
     )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.read()
 
-    def read(self, after_s: float = 1.0) -> None:
+    def read(self, after_s=1.0):
         self.now += after_s
         self.learner.observe(self.load, self.now)
 
-    def count(self, **more: float) -> None:
+    def count(self, **more):
         grown = {name: getattr(self.load, name) + value for name, value in more.items()}
         self.load = replace(self.load, **grown)
 
-    def prefill(self, seconds: float, computed: float, cached: float = 0.0) -> None:
+    def prefill(self, seconds, computed, cached=0.0):
         self.count(
             prefills=1,
             prefill_s=seconds,
@@ -72,7 +72,7 @@ class Vllm:
             cached_tokens=cached,
         )
 
-    def decode(self, seqs: int, kv_tokens: float, steps: int = 100, waited_s: float = 0.0) -> None:
+    def decode(self, seqs, kv_tokens, steps=100, waited_s=0.0):
         step_s = STEP_S + SEQ_S * seqs + KV_TOKEN_S * kv_tokens
         self.count(
             inter_tokens=seqs * steps,
@@ -82,7 +82,7 @@ class Vllm:
         self.load = replace(self.load, kv_usage=kv_tokens / CAPACITY)
 
 
-def prompts(engine: Vllm, num: int, slower: float = 1.0) -> None:
+def prompts(engine, num, slower=1.0):
     """Of 200 to 4,000 tokens, some of them partly cached, one in each reading."""
     choose = random.Random(num)
     for _ in range(num):
@@ -91,27 +91,27 @@ def prompts(engine: Vllm, num: int, slower: float = 1.0) -> None:
         engine.read()
 
 
-def constant(learner: EngineSpeed, name: str) -> Constant:
+def constant(learner, name):
     return next(found for found in learner.constants() if found.name == name)
 
 
-def predicted_s(speed: Speed, tokens: float) -> float:
+def predicted_s(speed, tokens):
     return speed.prefill_s_per_token * tokens + speed.prefill_s_per_token2 * tokens * tokens / 2
 
 
-def error_of(speed: Speed) -> float:
+def error_of(speed):
     """Median over lone prompts of 200 to 4,000 tokens."""
     lengths = range(200, 4001, 100)
     return statistics.median(abs(predicted_s(speed, n) / prefill_s(n) - 1) for n in lengths)
 
 
-def test_nothing_is_learned_yet() -> None:
+def test_nothing_is_learned_yet():
     learner = EngineSpeed(CAPACITY)
     assert learner.speed() == DEFAULT_SPEED
     assert {(c.source, c.error) for c in learner.constants()} == {("default", None)}
 
 
-def test_a_profile_is_assumed_until_enough_was_seen() -> None:
+def test_a_profile_is_assumed_until_enough_was_seen():
     learner = EngineSpeed(CAPACITY, PROFILE)
     assert learner.speed() == speed_of(PROFILE)
     sources = {c.name: c.source for c in learner.constants()}
@@ -119,14 +119,14 @@ def test_a_profile_is_assumed_until_enough_was_seen() -> None:
     assert sources["disk_s_per_token"] == sources["mean_output_tokens"] == "default"
 
 
-def test_a_profile_predicts_full_steps() -> None:
+def test_a_profile_predicts_full_steps():
     speed, batch = speed_of(PROFILE), PROFILE.max_batch_tokens
     assert speed.prefill_s_per_token * batch == pytest.approx(PROFILE.compute_s(batch, 0, 0))
 
 
 @pytest.mark.parametrize("profile", [None, PROFILES["70b-4xh100"]])
-def test_a_hundred_prompts_teach_how_long_others_will_take(profile: object) -> None:
-    engine = Vllm(EngineSpeed(CAPACITY, profile))  # type: ignore[arg-type]
+def test_a_hundred_prompts_teach_how_long_others_will_take(profile):
+    engine = Vllm(EngineSpeed(CAPACITY, profile))
     before = error_of(engine.learner.speed())
     prompts(engine, 100)
     assert before > 0.5
@@ -135,7 +135,7 @@ def test_a_hundred_prompts_teach_how_long_others_will_take(profile: object) -> N
     assert constant(engine.learner, "prefill_s_per_token").source == "learned"
 
 
-def test_several_prompts_in_each_reading_teach_the_same() -> None:
+def test_several_prompts_in_each_reading_teach_the_same():
     engine, choose = Vllm(), random.Random(1)
     for _ in range(50):
         for _ in range(2):
@@ -145,7 +145,7 @@ def test_several_prompts_in_each_reading_teach_the_same() -> None:
     assert error_of(engine.learner.speed()) < 0.2
 
 
-def test_prompts_that_share_their_time_do_not_each_need_all_of_it() -> None:
+def test_prompts_that_share_their_time_do_not_each_need_all_of_it():
     engine = Vllm()
     for _ in range(30):
         for _ in range(10):
@@ -154,7 +154,7 @@ def test_prompts_that_share_their_time_do_not_each_need_all_of_it() -> None:
     assert 0.5 / 6 < predicted_s(engine.learner.speed(), 1000) < 0.5 / 3
 
 
-def test_prompts_that_take_longer_than_a_reading_are_seen_together() -> None:
+def test_prompts_that_take_longer_than_a_reading_are_seen_together():
     engine = Vllm()
     for _ in range(100):
         for _ in range(2):
@@ -163,7 +163,7 @@ def test_prompts_that_take_longer_than_a_reading_are_seen_together() -> None:
     assert predicted_s(engine.learner.speed(), 1000) == pytest.approx(0.5, rel=0.2)
 
 
-def test_what_is_read_of_a_quiet_time_counts_more() -> None:
+def test_what_is_read_of_a_quiet_time_counts_more():
     engine = Vllm()
     for _ in range(20):
         engine.prefill(0.1, 1000)
@@ -175,7 +175,7 @@ def test_what_is_read_of_a_quiet_time_counts_more() -> None:
     assert predicted_s(engine.learner.speed(), 1000) == pytest.approx(0.1, rel=0.25)
 
 
-def test_what_is_computed_of_nearly_cached_prompts_does_not_make_tokens_seem_slow() -> None:
+def test_what_is_computed_of_nearly_cached_prompts_does_not_make_tokens_seem_slow():
     engine = Vllm()
     for tokens in (8, 16, 24, 32) * 10:
         engine.prefill(prefill_s(tokens, 2000), tokens, 2000)
@@ -185,12 +185,10 @@ def test_what_is_computed_of_nearly_cached_prompts_does_not_make_tokens_seem_slo
 
 @pytest.mark.parametrize("fixed_s", [2e-3, 8e-3, 50e-3])
 @pytest.mark.parametrize("profile", [None, PROFILE])
-def test_short_chats_do_not_make_long_prompts_seem_slow(
-    fixed_s: float, profile: Profile | None
-) -> None:
+def test_short_chats_do_not_make_long_prompts_seem_slow(fixed_s, profile):
     assumed = DEFAULT_SPEED if profile is None else speed_of(profile)
 
-    def took_s(tokens: float) -> float:
+    def took_s(tokens):
         pairs = tokens * tokens / 2
         return fixed_s + TOKEN_S * tokens + assumed.prefill_s_per_token2 * pairs
 
@@ -211,7 +209,7 @@ def test_short_chats_do_not_make_long_prompts_seem_slow(
     assert constant(engine.learner, "prefill_s_per_token2").source == "learned"
 
 
-def test_predictions_of_an_engine_that_does_not_change_are_right() -> None:
+def test_predictions_of_an_engine_that_does_not_change_are_right():
     engine = Vllm()
     prompts(engine, 200)
     found = constant(engine.learner, "prefill_s_per_token")
@@ -219,7 +217,7 @@ def test_predictions_of_an_engine_that_does_not_change_are_right() -> None:
     assert found.error < 0.1
 
 
-def test_an_engine_that_becomes_slower_is_noticed_and_learned() -> None:
+def test_an_engine_that_becomes_slower_is_noticed_and_learned():
     engine = Vllm()
     prompts(engine, 60)
     prompts(engine, 10, slower=2.0)
@@ -231,7 +229,7 @@ def test_an_engine_that_becomes_slower_is_noticed_and_learned() -> None:
     assert predicted_s(engine.learner.speed(), 2000) > 1.5 * before
 
 
-def test_a_pause_of_the_engine_does_not_outweigh_all_else() -> None:
+def test_a_pause_of_the_engine_does_not_outweigh_all_else():
     engine = Vllm()
     prompts(engine, 100)
     engine.prefill(60.0, 1000)
@@ -239,7 +237,7 @@ def test_a_pause_of_the_engine_does_not_outweigh_all_else() -> None:
     assert error_of(engine.learner.speed()) < 0.2
 
 
-def test_a_restarted_engine_counts_from_nothing() -> None:
+def test_a_restarted_engine_counts_from_nothing():
     engine = Vllm()
     prompts(engine, 100)
     learned = engine.learner.speed()
@@ -250,7 +248,7 @@ def test_a_restarted_engine_counts_from_nothing() -> None:
     assert error_of(engine.learner.speed()) < 0.1
 
 
-def test_decoding_is_learned_from_the_gaps_between_tokens() -> None:
+def test_decoding_is_learned_from_the_gaps_between_tokens():
     engine, choose = Vllm(), random.Random(2)
     for _ in range(200):
         engine.decode(choose.randrange(1, 50), choose.randrange(1000, 50_000))
@@ -264,7 +262,7 @@ def test_decoding_is_learned_from_the_gaps_between_tokens() -> None:
     assert found.error < 0.05
 
 
-def test_what_decoding_waits_for_prompts_is_not_its_own() -> None:
+def test_what_decoding_waits_for_prompts_is_not_its_own():
     engine, choose = Vllm(), random.Random(3)
     prompts(engine, 100)
     for _ in range(200):
@@ -278,7 +276,7 @@ def test_what_decoding_waits_for_prompts_is_not_its_own() -> None:
     assert speed.decode_s_per_kv_token == pytest.approx(KV_TOKEN_S, rel=0.2)
 
 
-def test_nothing_is_taken_off_for_prompts_before_it_is_known_how_long_they_take() -> None:
+def test_nothing_is_taken_off_for_prompts_before_it_is_known_how_long_they_take():
     engine = Vllm()
     for _ in range(30):
         engine.decode(30, 10_000)
@@ -287,7 +285,7 @@ def test_nothing_is_taken_off_for_prompts_before_it_is_known_how_long_they_take(
     assert constant(engine.learner, "decode_s_per_seq").source == "default"
 
 
-def test_outputs_are_as_long_as_they_were() -> None:
+def test_outputs_are_as_long_as_they_were():
     engine = Vllm()
     for _ in range(20):
         engine.count(generated_tokens=120, finished_requests=3)
@@ -296,7 +294,7 @@ def test_outputs_are_as_long_as_they_were() -> None:
     assert constant(engine.learner, "mean_output_tokens").source == "learned"
 
 
-def test_sglang_says_exactly_what_a_computed_token_takes() -> None:
+def test_sglang_says_exactly_what_a_computed_token_takes():
     learner = EngineSpeed(CAPACITY)
     for reading in range(3):
         load = EngineLoad(1, 0, 0.5, busy_tokens=6000 * reading, prefill_busy_s=1.5 * reading)
@@ -308,14 +306,14 @@ def test_sglang_says_exactly_what_a_computed_token_takes() -> None:
     assert (found.source, found.error) == ("learned", pytest.approx(0.0, abs=1e-9))
 
 
-def test_an_engine_that_counts_nothing_keeps_what_is_assumed() -> None:
+def test_an_engine_that_counts_nothing_keeps_what_is_assumed():
     learner = EngineSpeed(CAPACITY, PROFILE)
     for now in range(10):
         learner.observe(EngineLoad(1, 0, 0.5), float(now))
     assert learner.speed() == speed_of(PROFILE)
 
 
-def test_transfers_teach_how_long_others_will_take() -> None:
+def test_transfers_teach_how_long_others_will_take():
     """30 ms and 20 us a token."""
     engine = Vllm()
     engine.load = replace(engine.load, transfers=0, transfer_s=0, transferred_tokens=0)

@@ -1,11 +1,7 @@
 """An API server of Kubernetes that has pods, and fails on demand."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -18,11 +14,11 @@ CUT, CLOSE = b"cut", b""
 """What ends a watch: in the middle of a line, or well."""
 
 
-def pod(name: str, url: str, uid: str = "", **changes: Any) -> dict[str, Any]:
+def pod(name, url, uid="", **changes):
     """As the API has it. changes: ready, leaving, phase, ip, annotations, labels and namespace."""
     parts = urlsplit(url)
     annotations = {f"kvroute.io/{k}": v for k, v in changes.get("annotations", {}).items()}
-    metadata: dict[str, Any] = {
+    metadata = {
         "name": name,
         "uid": uid or f"uid-{name}",
         "annotations": annotations,
@@ -45,7 +41,7 @@ def pod(name: str, url: str, uid: str = "", **changes: Any) -> dict[str, Any]:
     }
 
 
-def is_selected(about: Any, request: web.Request) -> bool:
+def is_selected(about, request):
     """Whether a request asks for that pod: by its namespace, and by labels that equal values."""
     metadata = about["metadata"] if isinstance(about, dict) else {}
     if metadata.get("namespace") is None:
@@ -60,11 +56,11 @@ class ApiServer:
     """Each change is an event, which watches are told of unless they are silent. forbidden:
     namespaces that nobody may list."""
 
-    def __init__(self) -> None:
-        self.pods: dict[str, dict[str, Any]] = {}
-        self.lists: list[dict[str, str]] = []
+    def __init__(self):
+        self.pods = {}
+        self.lists = []
         """The query of each list."""
-        self.watches: list[dict[str, str]] = []
+        self.watches = []
         self.list_status = self.watch_status = 200
         self.forbidden = set[str]()
         self.is_gone = False
@@ -74,40 +70,40 @@ class ApiServer:
         self._version = 1
         self._open = set[asyncio.Queue[tuple[object, bytes]]]()
 
-    def put(self, changed: dict[str, Any]) -> None:
+    def put(self, changed):
         uid = changed["metadata"]["uid"]
         kind = "MODIFIED" if uid in self.pods else "ADDED"
         self.pods[uid] = changed
         self._tell(kind, changed)
 
-    def delete(self, uid: str) -> None:
+    def delete(self, uid):
         self._tell("DELETED", self.pods.pop(uid))
 
-    def bookmark(self) -> None:
+    def bookmark(self):
         self.tell_of({"metadata": {}}, "BOOKMARK")
 
-    def tell_of(self, about: object, kind: str = "MODIFIED") -> None:
+    def tell_of(self, about, kind="MODIFIED"):
         """An event that changes nothing, whatever it is about."""
         for queue in self._open:
             text = orjson.dumps({"type": kind, "object": about}) + b"\n"
             queue.put_nowait((about, text))
 
-    def end_watches(self, how: bytes = CLOSE) -> None:
+    def end_watches(self, how=CLOSE):
         for queue in self._open:
             queue.put_nowait((None, how))
 
     @property
-    def num_open(self) -> int:
+    def num_open(self):
         """Watches that are told of changes."""
         return len(self._open)
 
-    def _tell(self, kind: str, about: dict[str, Any]) -> None:
+    def _tell(self, kind, about):
         self._version += 1
         about["metadata"]["resourceVersion"] = str(self._version)
         if not self.is_silent:
             self.tell_of(about, kind)
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request):
         query = dict(request.query)
         if "watch" in query:
             self.watches.append(query)
@@ -120,7 +116,7 @@ class ApiServer:
         found = [each for each in self.pods.values() if is_selected(each, request)]
         return web.json_response(listed | {"items": found})
 
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
+    async def _watch(self, request):
         if self.watch_status != 200:
             return web.json_response({}, status=self.watch_status)
         answer = web.StreamResponse()
@@ -149,8 +145,8 @@ class ApiServer:
 
 @asynccontextmanager
 async def api_server(
-    *routes: web.RouteDef,
-) -> AsyncIterator[tuple[ApiServer, client.Configuration]]:
+    *routes,
+):
     """routes: what else it answers."""
     server = ApiServer()
     app = web.Application()

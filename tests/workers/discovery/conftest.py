@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from workers.bridge import follower
@@ -7,7 +5,7 @@ from workers.discovery import file
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     """Engines are looked at more often than they are as a rule."""
     monkeypatch.setattr(follower, "POLL_S", 0.02)
     monkeypatch.setattr(follower, "LOOK_AGAIN_S", 0.05)

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 import zmq.asyncio
-from redis.asyncio import Redis
 
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.registration import decode_info
 from app.core.settings.agent import EngineAgentSettings
-from app.core.worker_report import WorkerInfo
 from app.state import reservations
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.fakes.engine import FakeEngine, fake_engine
+from tests.fakes.engine import fake_engine
 from workers.bridge.follower import EngineFollower
 from workers.discovery.claims import EngineClaims
 from workers.discovery.engine import (
     DiscoveredEngine,
     Engines,
     Members,
-    Tell,
     overrides_of,
     settings_of,
 )
@@ -45,11 +39,11 @@ class Told:
     engines: Engines = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, engines: Engines) -> None:
+    def tell(self, engines):
         self.engines = engines
         self.changed.set()
 
-    async def __call__(self, tell: Tell) -> None:
+    async def __call__(self, tell):
         members = Members()
         while True:
             self.changed.clear()
@@ -58,16 +52,16 @@ class Told:
             await self.changed.wait()
 
 
-def settings(**changes: Any) -> EngineAgentSettings:
+def settings(**changes):
     return EngineAgentSettings(**({"lease_ttl_s": LONG_S, "drain_s": LONG_S} | changes))
 
 
-def engine(worker_id: str, url: str, **flags: Any) -> DiscoveredEngine:
+def engine(worker_id, url, **flags):
     return DiscoveredEngine(settings_of(settings(), worker_id, url, flags))
 
 
 @asynccontextmanager
-async def engines(number: int) -> AsyncIterator[list[FakeEngine]]:
+async def engines(number):
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(fake_engine(token_s=0.01, max_model_len=100))
@@ -76,20 +70,13 @@ async def engines(number: int) -> AsyncIterator[list[FakeEngine]]:
 
 
 @asynccontextmanager
-async def running(
-    redis: Redis,
-    folder: Path,
-    source: Callable[[Tell], Awaitable[None]],
-    *,
-    lease_s: float = LONG_S,
-    gone_s: float = 0.0,
-) -> AsyncIterator[EngineFleet]:
+async def running(redis, folder, source, *, lease_s=LONG_S, gone_s=0.0):
     """At the end it takes its engines out of service."""
     async with aiohttp.ClientSession() as http:
         context = zmq.asyncio.Context.instance()
         runner = ScriptRunner(redis, 5.0)
 
-        def begin(of_engine: EngineAgentSettings) -> EngineFollower:
+        def begin(of_engine):
             overrides = overrides_of(of_engine)
             return EngineFollower(of_engine, KEYS, runner, http, context, overrides, folder)
 
@@ -105,9 +92,9 @@ async def running(
             await asyncio.wait([task])
 
 
-async def live(redis: Redis) -> dict[str, WorkerInfo]:
+async def live(redis):
     """The workers that are routed to, by id."""
-    client: Any = redis
+    client = redis
     found = {}
     with suppress(NamespaceMissing, RedisUnavailable):
         for inc in (await ScriptRunner(redis, 5.0).one(reservations.loads(KEYS))).loads:
@@ -117,5 +104,5 @@ async def live(redis: Redis) -> dict[str, WorkerInfo]:
     return found
 
 
-async def until_live(redis: Redis, *workers: str) -> dict[str, WorkerInfo]:
+async def until_live(redis, *workers):
     return await eventually(lambda: live(redis), lambda seen: sorted(seen) == sorted(workers))

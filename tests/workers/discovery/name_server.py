@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import dns.exception
 import dns.flags
@@ -31,12 +29,12 @@ class NameServer:
     asked: list[str] = field(default_factory=list)
     """`protocol name type` of each question."""
 
-    def resolver(self) -> Resolver:
+    def resolver(self):
         resolver = Resolver(configure=False)
         resolver.nameservers, resolver.port = [self.at[0]], self.at[1]
         return resolver
 
-    def answer(self, protocol: str, asked: bytes) -> bytes | None:
+    def answer(self, protocol, asked):
         query = dns.message.from_wire(asked)
         question = query.question[0]
         name, kind = question.name.to_text(), question.rdtype.name
@@ -64,20 +62,20 @@ class NameServer:
 
 
 class _Udp(asyncio.DatagramProtocol):
-    def __init__(self, server: NameServer) -> None:
+    def __init__(self, server):
         self._server = server
 
-    def connection_made(self, transport: Any) -> None:
-        self._transport: asyncio.DatagramTransport = transport
+    def connection_made(self, transport):
+        self._transport = transport
 
-    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+    def datagram_received(self, data, addr):
         if answer := self._server.answer("udp", data):
             self._transport.sendto(answer, addr)
 
 
 @asynccontextmanager
-async def name_server(host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[NameServer]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def name_server(host="127.0.0.1", port=0):
+    async def serve(reader, writer):
         (size,) = struct.unpack("!H", await reader.readexactly(2))
         if answer := server.answer("tcp", await reader.readexactly(size)):
             writer.write(struct.pack("!H", len(answer)) + answer)

@@ -1,16 +1,12 @@
 """Engines at the addresses that a name has."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from tests.eventually import eventually
@@ -20,14 +16,12 @@ from workers.discovery.fleet import Absences
 from workers.discovery.source import source_of
 
 
-async def test_engines_come_and_go_with_the_addresses_of_a_name(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_come_and_go_with_the_addresses_of_a_name(redis, tmp_path, monkeypatch):
     monkeypatch.setattr(dns, "LOOK_S", 0.02)
-    known: list[str] | None = ["127.0.0.1"]
+    known = ["127.0.0.1"]
     asked = asyncio.Event()
 
-    async def getaddrinfo(name: str, port: int, family: int, **_: object) -> list[object]:
+    async def getaddrinfo(name, port, family, **_):
         assert name == "vllm.test"
         assert known is None or family == socket.AF_INET
         asked.set()
@@ -68,10 +62,8 @@ NONE, LATER = socket.gaierror(socket.EAI_NODATA, "none"), socket.gaierror(socket
     ],
     ids=["both", "newer", "nobody says whether it has the older", "none"],
 )
-async def test_an_engine_with_an_address_of_each_family_is_one(
-    known: dict[int, str | OSError], found: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def getaddrinfo(*_: object, family: int, **__: object) -> list[object]:
+async def test_an_engine_with_an_address_of_each_family_is_one(known, found, monkeypatch):
+    async def getaddrinfo(*_, family, **__):
         if isinstance(answer := known[family], OSError):
             raise answer
         return [(family, socket.SOCK_STREAM, 6, "", (answer, 80))]
@@ -84,7 +76,7 @@ async def test_an_engine_with_an_address_of_each_family_is_one(
         assert await dns.addresses("vllm.test", 80) == found
 
 
-async def test_a_name_server_that_gives_8_of_20_addresses_ends_no_engine() -> None:
+async def test_a_name_server_that_gives_8_of_20_addresses_ends_no_engine():
     process = settings(engine_dns="vllm.test:80")
     absences = Absences((await source_of(process)).gone_s)
     at = {key: dns.engine_at(process, key, 80) for key in (f"10.0.0.{i}" for i in range(20))}
@@ -96,15 +88,15 @@ async def test_a_name_server_that_gives_8_of_20_addresses_ends_no_engine() -> No
         assert absences.lacking.keys() | told.keys() == at.keys()
 
 
-def test_without_a_port_it_is_a_name_of_records() -> None:
+def test_without_a_port_it_is_a_name_of_records():
     assert dns.name_and_port("_http._tcp.vllm.models.svc") == ("_http._tcp.vllm.models.svc", None)
 
 
 @pytest.mark.parametrize("odd", [("10.0.0.2", 0), ("fe80::1%eth0", 80), ("a" * 300, 80)], ids=str)
-async def test_a_place_at_which_no_engine_can_be_leaves_the_others(odd: dns.Place) -> None:
-    told: list[set[str]] = []
+async def test_a_place_at_which_no_engine_can_be_leaves_the_others(odd):
+    told = []
 
-    async def places() -> set[dns.Place]:
+    async def places():
         return {("10.0.0.1", 80), odd}
 
     following = asyncio.create_task(
@@ -121,12 +113,12 @@ async def test_a_place_at_which_no_engine_can_be_leaves_the_others(odd: dns.Plac
     "text",
     ["", "vllm:", "vllm:0", "vllm:x", ":8000", "vllm:65536", "vllm:\u00b2", f"vllm:{'9' * 5000}"],
 )
-def test_a_port_that_is_none_is_refused(text: str) -> None:
+def test_a_port_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=r"--engine-dns: needs NAME:PORT, or .*, got"):
         dns.name_and_port(text)
 
 
-def test_an_address_of_version_6_is_a_worker_too() -> None:
+def test_an_address_of_version_6_is_a_worker_too():
     engine = dns.engine_at(settings(), "fd00::1", 8000)
     assert engine.settings.worker_id == "fd00--1-8000"
     assert engine.settings.engine_url == "http://[fd00::1]:8000"

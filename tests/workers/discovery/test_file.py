@@ -1,28 +1,23 @@
 """Engines that a file lists."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
-from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
-from app.core.settings.agent import EngineAgentSettings
 from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import file
 from workers.discovery.engine import Members
 
 
-def told(path: Path, text: str) -> str:
+def told(path, text):
     path.write_text(text)
     return str(path)
 
 
-async def test_engines_that_a_file_lists_come_and_go_with_it(redis: Redis, tmp_path: Path) -> None:
+async def test_engines_that_a_file_lists_come_and_go_with_it(redis, tmp_path):
     async with engines(3) as (a, b, c):
         path = tmp_path / "engines.toml"
         both = f'[a]\nengine-url = "{a.url}"\n[b]\nengine-url = "{b.url}"\nmax-requests = 7\n'
@@ -36,7 +31,7 @@ async def test_engines_that_a_file_lists_come_and_go_with_it(redis: Redis, tmp_p
             await eventually(followed, lambda fleet: fleet.followers.keys() == {"a", "c"})
 
 
-async def test_an_engine_that_moves_is_followed_where_it_is(redis: Redis, tmp_path: Path) -> None:
+async def test_an_engine_that_moves_is_followed_where_it_is(redis, tmp_path):
     async with engines(2) as (before, after):
         path = tmp_path / "engines.toml"
         source = partial(
@@ -46,16 +41,14 @@ async def test_an_engine_that_moves_is_followed_where_it_is(redis: Redis, tmp_pa
             assert (await until_live(redis, "a"))["a"].address == before.url
             told(path, f'[a]\nengine-url = "{after.url}"')
 
-            async def address() -> str | None:
+            async def address():
                 return (await until_live(redis, "a"))["a"].address
 
             await eventually(address, lambda seen: seen == after.url)
 
 
 @pytest.mark.parametrize("wrong", ["[a", None])
-async def test_a_file_that_is_wrong_or_gone_changes_nothing(
-    redis: Redis, tmp_path: Path, wrong: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_file_that_is_wrong_or_gone_changes_nothing(redis, tmp_path, wrong, caplog):
     async with engines(1) as (a,):
         path = tmp_path / "engines.toml"
         source = partial(file.follow, settings(engines=told(path, f'[a]\nengine-url = "{a.url}"')))
@@ -64,7 +57,7 @@ async def test_a_file_that_is_wrong_or_gone_changes_nothing(
             follower = fleet.followers["a"]
             told(path, wrong) if wrong is not None else path.unlink()
 
-            async def said() -> str:
+            async def said():
                 return caplog.text
 
             await eventually(said, lambda text: "the engines stay as they were" in text)
@@ -76,8 +69,8 @@ async def test_a_file_that_is_wrong_or_gone_changes_nothing(
     "wrong", ["profile = 'h100'", "port = 8000", "model = [1]", "max-requests = -1"], ids=str
 )
 async def test_a_table_that_is_wrong_stays_as_it_was_and_others_come_and_go(
-    redis: Redis, tmp_path: Path, wrong: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, tmp_path, wrong, caplog
+):
     async with engines(3) as (a, b, c):
         path = tmp_path / "engines.toml"
         tables = {
@@ -96,20 +89,18 @@ async def test_a_table_that_is_wrong_stays_as_it_was_and_others_come_and_go(
             assert caplog.text.count("an engine is left as it was: never: ") == 1
 
 
-async def test_a_file_that_is_being_written_ends_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_is_being_written_ends_no_engine(tmp_path, monkeypatch):
     path = tmp_path / "engines.toml"
     whole = '[a]\nengine-url = "http://a:1"\n[b]\nengine-url = "http://b:1"\n'
     process = settings(engines=told(path, whole))
-    seen: list[set[str]] = []
+    seen = []
     read, looks = file.read, iter(["", whole[:30], whole, whole, "", ""])
 
-    def read_then_write(process: EngineAgentSettings, members: Members) -> None:
+    def read_then_write(process, members):
         read(process, members)
         told(path, next(looks, ""))
 
-    async def last() -> set[str]:
+    async def last():
         return seen[-1] if seen else set("?")
 
     monkeypatch.setattr(file, "read", read_then_write)
@@ -146,12 +137,12 @@ URL = 'engine-url = "http://a:1"\n'
         (f"[a]\n{URL}redis-url = 'x'", "a: redis-url: needs one of address, bootstrap-port, "),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path, text, said):
     path = told(tmp_path / "engines.toml", text)
     with pytest.raises(ConfigError, match=f"--engines .*{said}"):
         file.read(settings(engines=path), Members())
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--engines .*none.toml: No such file"):
         file.read(settings(engines=str(tmp_path / "none.toml")), Members())

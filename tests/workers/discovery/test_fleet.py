@@ -1,16 +1,9 @@
 """Which engines a process begins with, and which it ends with."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-from redis.asyncio import Redis
 
 from app.core.limits import MAX_ENGINES
-from app.local.redis_server import EmbeddedRedis
 from app.ops.checks import findings as of_findings
 from app.state.connect import connect
 from tests.eventually import eventually
@@ -25,41 +18,40 @@ from tests.workers.discovery.fleets import (
     until_live,
 )
 from workers.discovery import fleet as discovery
-from workers.discovery.engine import Engines
-from workers.discovery.fleet import ANSWERS, EngineFleet, FleetChange, plan
+from workers.discovery.fleet import ANSWERS, FleetChange, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 
 
-def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves() -> None:
+def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves():
     assert plan({}, {"1": A, "2": replace(B, leaving=True), "3": B}, {"1"}) == FleetChange(
         begin=("1",)
     )
 
 
-def test_an_engine_that_leaves_without_an_agent_is_drained() -> None:
+def test_an_engine_that_leaves_without_an_agent_is_drained():
     leaving, ended = replace(A, leaving=True), replace(B, leaving=True, ended=True)
     assert plan({}, {"1": leaving, "2": ended}, {"1", "2"}) == FleetChange(drain=("1",))
     # Another has its name, by which it would be drained.
     assert plan({}, {"1": leaving, "2": A}, {"1"}) == FleetChange()
 
 
-def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready() -> None:
+def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready():
     told = {"1": replace(A, ready=False)}
     assert plan({"1": A}, told, {"1"}) == FleetChange()
 
 
-def test_an_engine_that_another_process_has_claimed_is_left_to_it() -> None:
+def test_an_engine_that_another_process_has_claimed_is_left_to_it():
     assert plan({"1": A}, {"1": A}, set()) == FleetChange(hand_over=("1",))
 
 
-def test_an_engine_that_leaves_or_that_changes_ends_well() -> None:
+def test_an_engine_that_leaves_or_that_changes_ends_well():
     told = {"1": replace(A, leaving=True), "2": engine("b", "http://b:2")}
     todo = plan({"1": A, "2": B}, told, {"1", "2"})
     assert todo == FleetChange(leave=("1", "2"))
 
 
-def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_ends_well() -> None:
+def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_ends_well():
     assert plan({"1": A}, {"1": replace(A, leaving=True, ended=True)}, {"1"}) == FleetChange(
         drop=("1",)
     )
@@ -67,13 +59,13 @@ def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_en
     assert plan({"1": A}, {"2": B}, set()) == FleetChange(leave=("1",))
 
 
-def test_two_engines_of_one_name_are_not_followed_at_once() -> None:
+def test_two_engines_of_one_name_are_not_followed_at_once():
     told = {"2": engine("a", "http://a:2")}
     assert plan({"1": A}, told, {"2"}) == FleetChange(drop=("1",))
     assert plan({}, told, {"2"}) == FleetChange(begin=("2",))
 
 
-async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_path: Path) -> None:
+async def test_an_engine_that_leaves_ends_its_requests_first(redis, tmp_path):
     source = Told()
     async with engines(1) as (a,), running(redis, tmp_path, source) as fleet:
         source.tell({"1": engine("a", a.url)})
@@ -81,7 +73,7 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_p
         a.faults = replace(a.faults, more_running=1)
         follower = fleet.followers["1"]
 
-        async def running_now() -> int:
+        async def running_now():
             return sum(load.running for load in follower.loads.values())
 
         await eventually(running_now)
@@ -91,27 +83,25 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis: Redis, tmp_p
         assert follower.state == "draining"
         a.faults = replace(a.faults, more_running=0)
 
-        async def followed() -> int:
+        async def followed():
             return len(fleet.followers)
 
         await eventually(followed, lambda number: number == 0)
 
 
-async def acted_on(source: Told, fleet: EngineFleet, answer: Engines, times: int) -> None:
+async def acted_on(source, fleet, answer, times):
     """The source tells this so many times, and each time the fleet acts."""
     for number in range(times):
         mark = f"{number}-{'-'.join(answer)}"
         source.tell({**answer, mark: engine(mark, "http://127.0.0.1:9")})
 
-        async def followed(mark: str = mark) -> bool:
+        async def followed(mark=mark):
             return mark in fleet.followers
 
         await eventually(followed)
 
 
-async def test_an_engine_that_works_outlasts_answers_that_lack_it(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_works_outlasts_answers_that_lack_it(redis, tmp_path):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
         both = {"1": engine("a", a.url), "2": engine("b", b.url)}
@@ -127,24 +117,20 @@ async def test_an_engine_that_works_outlasts_answers_that_lack_it(
         await until_live(redis, "a")
 
 
-async def test_an_engine_that_the_same_answer_lacks_again_and_again_leaves(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_the_same_answer_lacks_again_and_again_leaves(redis, tmp_path):
     source, long_s = Told(), 10 * LONG_S
     async with engines(2) as (a, b), running(redis, tmp_path, source, lease_s=long_s) as fleet:
         source.tell({"1": engine("a", a.url), "2": engine("b", b.url)})
         await until_live(redis, "a", "b")
 
-        async def followed() -> set[str]:
+        async def followed():
             source.tell({"1": engine("a", a.url)})
             return {*fleet.followers}
 
         await eventually(followed, lambda keys: keys == {"1"})
 
 
-async def test_an_heir_follows_an_engine_that_its_answers_lack_until_it_answers(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_heir_follows_an_engine_that_its_answers_lack_until_it_answers(redis, tmp_path):
     source, partial = Told(), Told()
     async with engines(1) as (a,), running(redis, tmp_path / "1", source) as one:
         told = {"1": engine("a", a.url)}
@@ -163,8 +149,8 @@ async def test_an_heir_follows_an_engine_that_its_answers_lack_until_it_answers(
 
 
 async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that_lacks_it(
-    redis: Redis, tmp_path: Path
-) -> None:
+    redis, tmp_path
+):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source, gone_s=LONG_S) as fleet:
         both = {"1": engine("a", a.url), "2": engine("b", b.url)}
@@ -175,15 +161,13 @@ async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that
         assert fleet.followers.keys() == {"1", "2"}
         source.tell({"1": both["1"]})
 
-        async def followed() -> set[str]:
+        async def followed():
             return {*fleet.followers}
 
         await eventually(followed, lambda keys: keys == {"1"})
 
 
-async def test_a_name_that_comes_back_is_another_worker_at_once(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_a_name_that_comes_back_is_another_worker_at_once(redis, tmp_path):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source):
         source.tell({"uid-1": engine("a", a.url)})
@@ -191,15 +175,13 @@ async def test_a_name_that_comes_back_is_another_worker_at_once(
         a.faults = replace(a.faults, more_running=1)
         source.tell({"uid-2": engine("a", b.url)})
 
-        async def address() -> str | None:
+        async def address():
             return (await until_live(redis, "a"))["a"].address
 
         await eventually(address, lambda seen: seen == b.url)
 
 
-async def test_an_engine_that_cannot_be_begun_with_leaves_the_others(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_an_engine_that_cannot_be_begun_with_leaves_the_others(redis, tmp_path):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
         odd = engine("odd", b.url)
@@ -211,9 +193,7 @@ async def test_an_engine_that_cannot_be_begun_with_leaves_the_others(
         assert fleet.followers.keys() == {"1", "2"}
 
 
-async def test_a_process_that_ends_leaves_its_engines_in_service(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_a_process_that_ends_leaves_its_engines_in_service(redis, tmp_path):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source) as fleet:
         source.tell({"1": engine("a", a.url), "2": engine("b", b.url)})
@@ -223,9 +203,7 @@ async def test_a_process_that_ends_leaves_its_engines_in_service(
         await until_live(redis, "a", "b")
 
 
-async def test_an_agent_that_finds_no_engine_says_so_once(
-    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_agent_that_finds_no_engine_says_so_once(redis, tmp_path, caplog):
     source = Told()
     async with engines(1) as (a,), running(redis, tmp_path, source):
         for told in ({}, {}, {"1": engine("a", a.url)}, {}):
@@ -235,13 +213,13 @@ async def test_an_agent_that_finds_no_engine_says_so_once(
 
 
 async def test_an_agent_says_that_it_has_not_been_told_of_engines_for_long(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, tmp_path, monkeypatch
+):
     source = Told()
     async with engines(1) as (a,), running(redis, tmp_path, source, lease_s=0.3):
         source.tell({"1": engine("a", a.url)})
 
-        async def findings() -> tuple[str, ...]:
+        async def findings():
             return (await until_live(redis, "a"))["a"].findings
 
         assert await findings() == ()
@@ -251,18 +229,16 @@ async def test_an_agent_says_that_it_has_not_been_told_of_engines_for_long(
         await eventually(findings, lambda seen: seen == ())
 
 
-async def shared(one: EngineFleet, other: EngineFleet, number: int) -> None:
+async def shared(one, other, number):
     """Until each is the agent of so many."""
 
-    async def followed() -> tuple[int, int]:
+    async def followed():
         return len(one.followers), len(other.followers)
 
     await eventually(followed, lambda seen: seen == (number, number))
 
 
-async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(redis, tmp_path):
     source = Told()
     async with engines(4) as some, running(redis, tmp_path / "1", source, lease_s=5.0) as lasting:
         source.tell({str(i): engine(f"e{i}", one.url) for i, one in enumerate(some)})
@@ -277,8 +253,8 @@ async def test_processes_share_the_engines_and_take_over_those_of_one_that_dies(
 
 
 async def test_engines_beyond_what_a_process_takes_are_told_until_another_takes_them(
-    redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    redis, tmp_path, caplog
+):
     source = Told()
     dead = {f"d{i}": engine(f"d{i}", "http://127.0.0.1:9") for i in range(MAX_ENGINES + 9)}
     async with engines(1) as (a,), running(redis, tmp_path / "1", source, lease_s=1.0) as full:
@@ -289,7 +265,7 @@ async def test_engines_beyond_what_a_process_takes_are_told_until_another_takes_
         source.tell({"a": some["a"], **dead})
         text = f"10 of {MAX_ENGINES + 10} engines have no agent: start another with the same flags"
 
-        async def findings() -> tuple[str, ...]:
+        async def findings():
             """As doctor says them."""
             checks = of_findings((await live(redis)).values())
             return tuple(f"{check.found}: {check.remedy}" for check in checks)
@@ -302,9 +278,7 @@ async def test_engines_beyond_what_a_process_takes_are_told_until_another_takes_
             await eventually(findings, lambda seen: seen == ())
 
 
-async def test_processes_that_are_told_of_some_engines_each_keep_theirs(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_processes_that_are_told_of_some_engines_each_keep_theirs(redis, tmp_path):
     source, partial = Told(), Told()
     async with (
         engines(4) as some,
@@ -324,8 +298,8 @@ async def test_processes_that_are_told_of_some_engines_each_keep_theirs(
 
 
 async def test_an_engine_that_begins_to_leave_after_its_agent_ended_is_drained_by_the_heir(
-    redis: Redis, tmp_path: Path
-) -> None:
+    redis, tmp_path
+):
     source = Told()
     async with engines(1) as (a,):
         told = engine("a", a.url)
@@ -340,9 +314,7 @@ async def test_an_engine_that_begins_to_leave_after_its_agent_ended_is_drained_b
             assert heir.followers == {}
 
 
-async def test_while_redis_is_away_each_process_goes_on(
-    own_redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_while_redis_is_away_each_process_goes_on(own_redis_server, tmp_path):
     source = Told()
     async with (
         connect(own_redis_server.url) as redis,

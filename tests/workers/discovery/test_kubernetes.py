@@ -1,29 +1,21 @@
 """Engines in pods, as an API server tells of them that fails in the ways that they do."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from tests.eventually import eventually
 from tests.workers.discovery.api_server import (
     CLOSE,
     CUT,
     NAMESPACE,
-    ApiServer,
     api_server,
     pod,
 )
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import kubernetes
-from workers.discovery.engine import Engines, Members
 from workers.discovery.fleet import ANSWERS
 from workers.discovery.kubernetes import Pods
 
@@ -32,7 +24,7 @@ URL = "http://10.0.0.1:8000"
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _soon(monkeypatch):
     monkeypatch.setattr(kubernetes, "WAIT_S", 0.01)
     monkeypatch.setattr(kubernetes, "WAIT_MAX_S", 0.05)
 
@@ -40,29 +32,29 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Watched:
     """What is known of the pods of a server."""
 
-    def __init__(self, server: ApiServer, pods: Pods) -> None:
+    def __init__(self, server, pods):
         self.server, self.pods = server, pods
-        self.engines: Engines = {}
-        self.wrong: dict[str, str] = {}
+        self.engines = {}
+        self.wrong = {}
 
-    def tell(self, members: Members) -> None:
+    def tell(self, members):
         self.engines, self.wrong = dict(members.engines), dict(members.wrong)
 
-    async def until(self, *uids: str) -> None:
+    async def until(self, *uids):
         await eventually(self._uids, lambda seen: seen == sorted(uids))
 
-    async def _uids(self) -> list[str]:
+    async def _uids(self):
         return sorted(uid for uid, engine in self.engines.items() if not engine.ended)
 
-    async def until_watched(self, times: int = 1) -> None:
+    async def until_watched(self, times=1):
         await eventually(self._watches, lambda seen: seen >= times)
 
-    async def _watches(self) -> int:
+    async def _watches(self):
         return len(self.server.watches)
 
 
 @asynccontextmanager
-async def watched(*names: str, namespaces: str = NAMESPACE) -> AsyncIterator[Watched]:
+async def watched(*names, namespaces=NAMESPACE):
     async with api_server() as (server, configuration):
         for name in names:
             server.put(pod(name, URL))
@@ -77,7 +69,7 @@ async def watched(*names: str, namespaces: str = NAMESPACE) -> AsyncIterator[Wat
             await asyncio.wait([task])
 
 
-async def test_pods_are_listed_and_then_watched_from_there() -> None:
+async def test_pods_are_listed_and_then_watched_from_there():
     async with watched("a") as seen:
         await seen.until("uid-a")
         assert seen.server.lists == [{"labelSelector": "app=vllm"}]
@@ -96,7 +88,7 @@ async def test_pods_are_listed_and_then_watched_from_there() -> None:
 
 
 @pytest.mark.parametrize("how", [CLOSE, CUT], ids=["ended", "cut"])
-async def test_what_changed_after_a_watch_ended_is_listed_and_removals_too(how: bytes) -> None:
+async def test_what_changed_after_a_watch_ended_is_listed_and_removals_too(how):
     async with watched("a", "b") as seen:
         await seen.until("uid-a", "uid-b")
         seen.server.is_silent = True
@@ -107,9 +99,7 @@ async def test_what_changed_after_a_watch_ended_is_listed_and_removals_too(how: 
         await seen.until("uid-b", "uid-c")
 
 
-async def test_a_version_that_is_too_old_is_listed_anew_and_not_in_haste(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_version_that_is_too_old_is_listed_anew_and_not_in_haste(monkeypatch):
     async with watched("a") as seen:
         seen.server.is_gone = True
         seen.server.end_watches()
@@ -125,8 +115,8 @@ async def test_a_version_that_is_too_old_is_listed_anew_and_not_in_haste(
 
 
 async def test_a_watch_that_ends_once_it_has_told_something_is_not_begun_again_in_haste(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(kubernetes, "WAIT_S", 60.0)
     async with watched("a") as seen:
         await eventually(lambda: asyncio.sleep(0, seen.server.num_open))
@@ -138,7 +128,7 @@ async def test_a_watch_that_ends_once_it_has_told_something_is_not_begun_again_i
 
 
 @pytest.mark.parametrize("status", [401, 403, 410, 500, 504])
-async def test_while_the_server_fails_all_stays_as_it_was(status: int) -> None:
+async def test_while_the_server_fails_all_stays_as_it_was(status):
     async with watched("a") as seen:
         await seen.until("uid-a")
         seen.server.list_status = seen.server.watch_status = status
@@ -153,7 +143,7 @@ async def test_while_the_server_fails_all_stays_as_it_was(status: int) -> None:
         await seen.until_watched(number + 1)
 
 
-async def test_a_watch_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watch_that_says_nothing_ends(monkeypatch):
     monkeypatch.setattr(kubernetes, "WATCH_S", 0)
     monkeypatch.setattr(kubernetes, "DEAD_S", 0.2)
     async with watched("a") as seen:
@@ -163,7 +153,7 @@ async def test_a_watch_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -
         await seen.until("uid-a", "uid-b")
 
 
-def odd(**changes: Any) -> dict[str, Any]:
+def odd(**changes):
     """A pod of the name a, with these parts of it replaced."""
     return pod("a", URL) | changes
 
@@ -187,9 +177,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("wrong", ODD.values(), ids=ODD)
-async def test_a_pod_that_is_wrong_stays_as_it_was_and_others_come_and_go(
-    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_pod_that_is_wrong_stays_as_it_was_and_others_come_and_go(wrong, caplog):
     async with watched("a", "b") as seen:
         await seen.until("uid-a", "uid-b")
         before = seen.engines["uid-a"]
@@ -213,9 +201,7 @@ async def test_a_pod_that_is_wrong_stays_as_it_was_and_others_come_and_go(
         assert not seen.wrong
 
 
-async def test_engines_in_pods_become_workers_and_leave_with_them(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_engines_in_pods_become_workers_and_leave_with_them(redis, tmp_path):
     async with engines(3) as (a, b, c), api_server() as (server, configuration):
         server.put(pod("a", a.url))
         server.put(pod("b", b.url, ready=False))
@@ -237,9 +223,7 @@ async def test_engines_in_pods_become_workers_and_leave_with_them(
             assert fleet.followers.keys() == {"uid-b", "uid-2", "uid-c"}
 
 
-async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine(
-    redis: Redis, tmp_path: Path
-) -> None:
+async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine(redis, tmp_path):
     async with engines(1) as (a,), api_server() as (server, configuration):
         server.put(pod("a", a.url))
         pods = Pods(PROCESS, configuration)
@@ -249,7 +233,7 @@ async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine
             known = dict(server.pods)
             server.pods.clear()
 
-            async def lists() -> int:
+            async def lists():
                 server.end_watches()
                 return len(server.lists)
 
@@ -259,7 +243,7 @@ async def test_a_server_that_was_just_started_and_knows_of_no_pod_ends_no_engine
             assert fleet.followers == {"uid-a": follower}
 
 
-async def test_pods_of_one_name_in_several_namespaces_are_several_workers() -> None:
+async def test_pods_of_one_name_in_several_namespaces_are_several_workers():
     async with watched("a", namespaces=f"{NAMESPACE}, other") as seen:
         seen.server.put(pod("a", "http://10.0.0.2:8000", "uid-other", namespace="other"))
         seen.server.put(pod("a", "http://10.0.0.3:8000", "uid-third", namespace="third"))
@@ -268,7 +252,7 @@ async def test_pods_of_one_name_in_several_namespaces_are_several_workers() -> N
         assert names == {"uid-a": f"{NAMESPACE}.a", "uid-other": "other.a"}
 
 
-async def test_a_namespace_that_may_not_be_listed_is_told_beside_the_pods_of_others() -> None:
+async def test_a_namespace_that_may_not_be_listed_is_told_beside_the_pods_of_others():
     async with watched("a", namespaces=f"{NAMESPACE},other") as seen:
         seen.server.forbidden.add("other")
         seen.server.put(pod("b", "http://10.0.0.2:8000", namespace="other"))
@@ -281,5 +265,5 @@ async def test_a_namespace_that_may_not_be_listed_is_told_beside_the_pods_of_oth
         await eventually(lambda: _wrong(seen), lambda wrong: not wrong)
 
 
-async def _wrong(seen: Watched) -> dict[str, str]:
+async def _wrong(seen):
     return seen.wrong

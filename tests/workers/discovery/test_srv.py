@@ -1,15 +1,11 @@
 """Engines where the SRV records of a name say that they are."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import dns.rcode
 import pytest
-from redis.asyncio import Redis
 
 from app.core.errors import MissingPackage
 from tests.cancelling import cancel_often
@@ -22,9 +18,7 @@ NAME = "_http._tcp.vllm.models.svc"
 KNOWN = f"{NAME}.cluster.local."
 
 
-async def test_engines_are_where_records_say(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_are_where_records_say(redis, tmp_path, monkeypatch):
     monkeypatch.setattr(by_name, "LOOK_S", 0.02)
     async with engines(2) as some, name_server() as server:
         ports = [urlsplit(one.url).port for one in some]
@@ -38,7 +32,7 @@ async def test_engines_are_where_records_say(
             await until_live(redis, *(f"127.0.0.1-{port}" for port in ports))
 
 
-async def test_no_stop_of_looking_up_records_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_stop_of_looking_up_records_is_lost(monkeypatch):
     monkeypatch.setattr(by_name, "LOOK_S", 0.0)
     async with name_server() as server:
         server.records = {f"{KNOWN} SRV": ["0 0 8000 pod.test."], "pod.test. A": ["127.0.0.1"]}
@@ -46,11 +40,11 @@ async def test_no_stop_of_looking_up_records_is_lost(monkeypatch: pytest.MonkeyP
         await cancel_often(lambda: by_name.follow(settings(), look, lambda _: None))
 
 
-async def test_a_name_is_searched_for_as_the_system_does() -> None:
+async def test_a_name_is_searched_for_as_the_system_does():
     async with name_server() as server:
         server.records = {f"{KNOWN} SRV": ["0 0 8000 pod.test."], "pod.test. A": ["10.0.0.1"]}
 
-        def searching() -> srv.Resolver:
+        def searching():
             resolver = server.resolver()
             resolver.search = [srv.Name(("cluster", "local", ""))]
             resolver.ndots = 5
@@ -61,7 +55,7 @@ async def test_a_name_is_searched_for_as_the_system_does() -> None:
             await srv.places(NAME, server.resolver)
 
 
-async def test_an_answer_that_is_too_large_for_udp_comes_over_tcp() -> None:
+async def test_an_answer_that_is_too_large_for_udp_comes_over_tcp():
     async with name_server() as server:
         server.records = {f"{KNOWN} SRV": [f"0 0 8000 pod-{i}.test." for i in range(100)]}
         server.extra = {f"pod-{i}.test. A": [f"10.0.1.{i}"] for i in range(100)}
@@ -71,7 +65,7 @@ async def test_an_answer_that_is_too_large_for_udp_comes_over_tcp() -> None:
         assert server.asked == [f"udp {KNOWN} SRV", f"tcp {KNOWN} SRV"]
 
 
-async def test_a_record_is_one_engine_though_its_target_has_two_addresses() -> None:
+async def test_a_record_is_one_engine_though_its_target_has_two_addresses():
     async with name_server() as server:
         server.records = {
             f"{KNOWN} SRV": ["0 0 8000 a.test.", "0 0 8001 b.test.", "0 0 8002 c.test."],
@@ -84,7 +78,7 @@ async def test_a_record_is_one_engine_though_its_target_has_two_addresses() -> N
         assert found == {("10.0.0.1", 8000), ("fd00::2", 8001), ("10.0.0.3", 8002)}
 
 
-async def test_a_target_without_an_address_is_passed_over() -> None:
+async def test_a_target_without_an_address_is_passed_over():
     async with name_server() as server:
         server.records = {
             f"{KNOWN} SRV": ["0 0 8000 a.test.", "0 0 8000 gone.test.", "0 0 8000 ."],
@@ -94,7 +88,7 @@ async def test_a_target_without_an_address_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("rcode", [dns.rcode.NXDOMAIN, dns.rcode.SERVFAIL, dns.rcode.REFUSED])
-async def test_a_server_that_does_not_know_says_nothing(rcode: dns.rcode.Rcode) -> None:
+async def test_a_server_that_does_not_know_says_nothing(rcode):
     async with name_server() as server:
         server.records = {f"{KNOWN} SRV": ["0 0 8000 a.test."]}
         server.rcode = rcode
@@ -102,7 +96,7 @@ async def test_a_server_that_does_not_know_says_nothing(rcode: dns.rcode.Rcode) 
             await srv.places(KNOWN, server.resolver)
 
 
-async def test_a_server_that_is_silent_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_silent_says_nothing(monkeypatch):
     monkeypatch.setattr(srv, "DEADLINE_S", 0.1)
     async with name_server() as server:
         server.is_silent = True
@@ -110,7 +104,7 @@ async def test_a_server_that_is_silent_says_nothing(monkeypatch: pytest.MonkeyPa
             await srv.places(KNOWN, server.resolver)
 
 
-async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "workers.discovery.srv", None)
     monkeypatch.delattr("workers.discovery.srv")
     for name in [name for name in sys.modules if name.partition(".")[0] == "dns"]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
-Alter = Callable[[int, bytes], bytes]
-"""(bytes that came before, bytes of the source) -> what the target gets; b"": the link is cut."""
 
-
-def flipped(at: int) -> Alter:
+def flipped(at):
     """The byte at `at` arrives with all of its bits changed."""
 
-    def alter(before: int, data: bytes) -> bytes:
+    def alter(before, data):
         if not before <= at < before + len(data):
             return data
         changed = bytearray(data)
@@ -24,7 +20,7 @@ def flipped(at: int) -> Alter:
     return alter
 
 
-def cut(at: int) -> Alter:
+def cut(at):
     """Nothing from that byte on."""
     return lambda before, data: data[: max(0, at - before)]
 
@@ -38,12 +34,12 @@ class HeldBytes:
 
 
 @asynccontextmanager
-async def bad_link(port: int, alter: Alter | HeldBytes) -> AsyncIterator[int]:
+async def bad_link(port, alter):
     """The port of a link to `port` of this host."""
 
-    carrying: set[asyncio.Task[None]] = set()
+    carrying = set()
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def carry(reader, writer):
         task = asyncio.current_task()
         assert task is not None
         carrying.add(task)
@@ -65,9 +61,7 @@ async def bad_link(port: int, alter: Alter | HeldBytes) -> AsyncIterator[int]:
     await asyncio.gather(*carrying, return_exceptions=True)
 
 
-async def _carry(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, alter: Alter | HeldBytes
-) -> None:
+async def _carry(reader, writer, alter):
     before = 0
     with suppress(OSError):
         while data := await reader.read(1 << 16):
@@ -86,5 +80,5 @@ async def _carry(
             before += len(data)
 
 
-def _as_it_is(_: int, data: bytes) -> bytes:
+def _as_it_is(_, data):
     return data

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
-from workers.kv.moves import AdmissionPolicy, WritePolicy
+from workers.kv.moves import WritePolicy
 
 
 @dataclass(eq=False)
@@ -46,41 +45,34 @@ class Table:
 
 
 class BlockModel:
-    def __init__(
-        self,
-        num_slots: dict[Tier, int],
-        write: WritePolicy,
-        admission: AdmissionPolicy,
-        max_storing: int,
-        reuse_multiple: int,
-    ) -> None:
+    def __init__(self, num_slots, write, admission, max_storing, reuse_multiple):
         self.num_slots = num_slots
-        self.cells: dict[Tier, list[Cell]] = {tier: [] for tier in num_slots}
-        self.copies: list[Copy] = []
+        self.cells = {tier: [] for tier in num_slots}
+        self.copies = []
         self.now = 0.0
         self._write = write
         self._admission = admission
         self._max_storing = max_storing
         self._reuse_multiple = reuse_multiple
         self._tick = 0
-        self._ghosts: list[tuple[BlockIdentity, int]] = []
+        self._ghosts = []
 
     # State that tests compare
 
-    def num_free(self, tier: Tier) -> int:
+    def num_free(self, tier):
         return self.num_slots[tier] - len(self.cells[tier])
 
-    def idle(self, tier: Tier) -> list[Cell]:
+    def idle(self, tier):
         """Cells that may be chosen for eviction, the next one first."""
         idle = filter(self._unused, self.cells[tier])
         return sorted(idle, key=lambda cell: cell.idle_since)
 
-    def published(self, tier: Tier) -> set[BlockIdentity]:
+    def published(self, tier):
         return {
             cell.block for cell in self.cells[tier] if cell.published and cell.block is not None
         }
 
-    def find(self, chain: Sequence[BlockIdentity]) -> list[tuple[Tier, Cell]]:
+    def find(self, chain):
         holders = {
             cell.block: (tier, cell)
             for tier in sorted(self.cells, reverse=True)
@@ -96,7 +88,7 @@ class BlockModel:
 
     # Operations
 
-    def prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> Table | None:
+    def prepare(self, prefix, num_blocks):
         """None if too few slots are free."""
         found = self.find(prefix)
         found = found[: len(found) // self._reuse_multiple * self._reuse_multiple]
@@ -119,7 +111,7 @@ class BlockModel:
         cells += [self._take(Tier.DEVICE) for _ in range(num_blocks - len(cells))]
         return Table(cells, len(found), list(prefix[: len(found)]))
 
-    def register(self, table: Table, blocks: Iterable[BlockIdentity]) -> None:
+    def register(self, table, blocks):
         fresh = []
         for block in blocks:
             at = len(table.chain)
@@ -142,7 +134,7 @@ class BlockModel:
         if self._write is WritePolicy.THROUGH:
             self._store(Tier.DEVICE, fresh)
 
-    def share(self, table: Table, prefix: Sequence[BlockIdentity]) -> int:
+    def share(self, table, prefix):
         at = end = len(table.chain)
         device = {cell.block for cell in self.cells[Tier.DEVICE] if cell.filling is None}
         while end < len(prefix) and prefix[end] in device:
@@ -151,13 +143,13 @@ class BlockModel:
         self.register(table, prefix[at:end])
         return end - at
 
-    def num_whole(self, table: Table) -> int:
+    def num_whole(self, table):
         for n in range(table.num_matched):
             if table.cells[n].block != table.chain[n]:
                 return n
         return table.num_matched
 
-    def fall_back(self, table: Table) -> bool:
+    def fall_back(self, table):
         whole, matched = self.num_whole(table), table.num_matched
         whole = whole // self._reuse_multiple * self._reuse_multiple
         for cell in reversed(table.cells[whole:matched]):
@@ -171,11 +163,11 @@ class BlockModel:
         table.cells[whole:whole] = [self._take(Tier.DEVICE) for _ in range(matched - whole)]
         return True
 
-    def release(self, table: Table) -> None:
+    def release(self, table):
         for cell in reversed(table.cells):
             self._release(Tier.DEVICE, cell)
 
-    def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
+    def prefetch(self, chain):
         wanted = [(source, cell) for source, cell in self.find(chain) if source > Tier.DEVICE]
         wanted = wanted[: self.num_free(Tier.DEVICE)]
         for _, cell in wanted:
@@ -185,7 +177,7 @@ class BlockModel:
             self._load(source, Tier.DEVICE, pairs)
         return len(wanted)
 
-    def evict(self, tier: Tier, count: int) -> ModelEviction:
+    def evict(self, tier, count):
         eviction = ModelEviction(tier, self.idle(tier)[:count])
         for cell in eviction.cells:
             cell.eviction = eviction
@@ -196,12 +188,12 @@ class BlockModel:
         self._store(tier, reversed(eviction.cells))
         return eviction
 
-    def withdraw(self, eviction: ModelEviction) -> None:
+    def withdraw(self, eviction):
         for cell in eviction.cells:
             if cell.eviction is eviction:
                 cell.published = False
 
-    def reclaim(self, eviction: ModelEviction) -> int:
+    def reclaim(self, eviction):
         leaving = [cell for cell in eviction.cells if cell.eviction is eviction]
         for cell in leaving:
             assert cell.block is not None
@@ -211,7 +203,7 @@ class BlockModel:
             self.cells[eviction.tier].remove(cell)
         return len(leaving)
 
-    def finish(self, copy: Copy, num_done: int) -> None:
+    def finish(self, copy, num_done):
         self.copies.remove(copy)
         stored = []
         for n, (source, target) in enumerate(copy.cells):
@@ -239,23 +231,23 @@ class BlockModel:
         for source, _ in reversed(copy.cells):
             self._release(copy.source, source)
 
-    def _lose(self, cell: Cell) -> None:
+    def _lose(self, cell):
         cell.block, cell.published, cell.eviction = None, False, None
 
-    def _unused(self, cell: Cell) -> bool:
+    def _unused(self, cell):
         return cell.block is not None and not cell.references and cell.eviction is None
 
-    def _take(self, tier: Tier, references: int = 1) -> Cell:
+    def _take(self, tier, references=1):
         cell = Cell(references=references)
         self.cells[tier].append(cell)
         return cell
 
-    def _hold(self, cell: Cell) -> None:
+    def _hold(self, cell):
         cell.references += 1
         if cell.eviction is not None:
             cell.eviction, cell.published = None, True
 
-    def _release(self, tier: Tier, cell: Cell) -> None:
+    def _release(self, tier, cell):
         cell.references -= 1
         if cell.references:
             return
@@ -264,15 +256,15 @@ class BlockModel:
         elif cell.eviction is None:
             self._make_idle(cell)
 
-    def _touch(self, cell: Cell) -> None:
+    def _touch(self, cell):
         if self._unused(cell):
             self._make_idle(cell)
 
-    def _make_idle(self, cell: Cell) -> None:
+    def _make_idle(self, cell):
         self._tick += 1
         cell.idle_since = self._tick
 
-    def _load(self, source: Tier, target: Tier, pairs: list[tuple[Cell, Cell]]) -> None:
+    def _load(self, source, target, pairs):
         if not pairs:
             return
         blocks = [cell.block for cell, _ in pairs if cell.block is not None]
@@ -282,7 +274,7 @@ class BlockModel:
             above.uses = cell.uses
         self.copies.append(copy)
 
-    def _store(self, tier: Tier, cells: Iterable[Cell]) -> None:
+    def _store(self, tier, cells):
         lower = [below for below in self.cells if below > tier]
         if not lower:
             return

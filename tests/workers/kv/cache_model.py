@@ -1,25 +1,21 @@
 """What a worker's cache holds, as plain sets, to compare the index with."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
 
-from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
-from app.core.overlaps import ReuseRule
-from app.core.types import SequenceHash, Tier, TierOverlap
+from app.core.events import Cleared, Ends, Removed, Stored
+from app.core.types import Tier, TierOverlap
 
 
 class CacheModel:
     """The tiers that each block is in, gaps included."""
 
-    def __init__(self) -> None:
-        self._held: dict[SequenceHash, set[Tier]] = {}
-        self._ends: set[SequenceHash] | None = None
+    def __init__(self):
+        self._held = {}
+        self._ends = None
         """None: it can go on after all blocks."""
         self._lookahead = self._recomputed = 0
 
-    def take(self, event: CacheEvent) -> None:
+    def take(self, event):
         match event:
             case Stored():
                 for block in event.blocks:
@@ -35,7 +31,7 @@ class CacheModel:
                 self._ends = ends.union(event.blocks) if event.are_ends else ends - {*event.blocks}
                 self._lookahead, self._recomputed = event.lookahead, event.recomputed
 
-    def reused(self, chain: Sequence[SequenceHash], most: int, rule: ReuseRule) -> int:
+    def reused(self, chain, most, rule):
         """Leading blocks of `chain` that are reused, `most` at most."""
         held = self.scan(chain).total
         if self._ends is None:
@@ -43,12 +39,12 @@ class CacheModel:
         ends = [n for n in range(1, held - self._lookahead + 1) if chain[n - 1] in self._ends]
         return max((n - self._recomputed for n in ends if n <= most), default=0)
 
-    def tiers_of(self, block: SequenceHash) -> set[Tier]:
+    def tiers_of(self, block):
         return self._held.get(block, set())
 
-    def scan(self, chain: Sequence[SequenceHash]) -> TierOverlap:
+    def scan(self, chain):
         """Longest unbroken owned prefix, each block in the slowest tier on its path."""
-        published: dict[SequenceHash, Tier] = {}
+        published = {}
         slowest = Tier.DEVICE
         for block in chain:
             if not self.tiers_of(block):
@@ -61,21 +57,21 @@ class CacheModel:
 class FakePublisher:
     """Stands in for an agent. It confirms at once, unless a test clears `confirms`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shown = CacheModel()
         self.confirms = asyncio.Event()
         self.confirms.set()
 
-    def notify(self, events: Iterable[CacheEvent]) -> None:
+    def notify(self, events):
         for event in events:
             self.shown.take(event)
 
-    async def published(self) -> bool:
+    async def published(self):
         await self.confirms.wait()
         return True
 
 
-def leading(published: Mapping[SequenceHash, Tier], chain: Sequence[SequenceHash]) -> TierOverlap:
+def leading(published, chain):
     """The overlap of `chain`, from its first block on, with `published`."""
     counts = [0, 0, 0]
     for block in chain:

@@ -1,18 +1,11 @@
 """Files of the disk tier, and blocks written to and read from them."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 
-from app.core.errors import BlockLost
 from tests.workers.kv.words import named
 from workers.kv import disk_records
 from workers.kv.disk import SlotFile
@@ -28,20 +21,18 @@ A, B, C = 0xA, 0xB, 0xC
 
 
 @contextmanager
-def opened(folder: Path, **others: int) -> Iterator[SlotFile]:
+def opened(folder, **others):
     options = {"block_bytes": BLOCK_BYTES, "num_slots": NUM_SLOTS, "fingerprint": 7, **others}
     with closing(SlotFile(folder, **options)) as file:
         yield file
 
 
-def content(block: int, size: int = BLOCK_BYTES) -> memoryview:
+def content(block, size=BLOCK_BYTES):
     """The content of a block, different for each block."""
     return memoryview(random.Random(block).randbytes(size))
 
 
-def write_all(
-    file: SlotFile, slots: Sequence[int], blocks: Sequence[DiskBlock], data: Sequence[memoryview]
-) -> dict[int, OSError]:
+def write_all(file, slots, blocks, data):
     """Write one batch, with the blocks in reverse order in memory."""
     size = data[0].nbytes if data else file.block_bytes
     memory = np.frombuffer(b"".join(data[::-1]), f"V{size}")
@@ -49,9 +40,7 @@ def write_all(
     return file.write(np.array(slots, np.int64), blocks, memory, places)
 
 
-def read_all(
-    file: SlotFile, slots: Sequence[int], generation: int
-) -> tuple[list[bytes], dict[int, BlockLost]]:
+def read_all(file, slots, generation):
     """Read one batch, into every second place in memory."""
     memory = np.zeros(2 * len(slots), f"V{file.block_bytes}")
     places = 2 * np.arange(len(slots)) + 1
@@ -60,68 +49,57 @@ def read_all(
     return [bytes(row) for row in memory[places].tolist()], lost
 
 
-def write(
-    file: SlotFile,
-    slot: int,
-    generation: int,
-    block: int,
-    parent: int | None,
-    data: memoryview,
-) -> None:
+def write(file, slot, generation, block, parent, data):
     held = DiskBlock(generation, named(block), None if parent is None else named(parent))
     for error in write_all(file, [slot], [held], [data]).values():
         raise error
 
 
-def read(file: SlotFile, slot: int, generation: int) -> bytes:
+def read(file, slot, generation):
     (into,), lost = read_all(file, [slot], generation)
     for error in lost.values():
         raise error
     return into
 
 
-def write_roots(file: SlotFile, slots: Sequence[int], generation: int = 1) -> dict[int, OSError]:
+def write_roots(file, slots, generation=1):
     """Write into each slot the block of the same number, in one batch."""
     blocks = [DiskBlock(generation, named(slot), None) for slot in slots]
     return write_all(file, slots, blocks, [content(slot, file.block_bytes) for slot in slots])
 
 
-def read_roots(
-    file: SlotFile, slots: Sequence[int], generation: int = 1
-) -> tuple[list[bytes], dict[int, str]]:
+def read_roots(file, slots, generation=1):
     """Read slots in one batch; returns their content, and errors by position in the batch."""
     into, lost = read_all(file, slots, generation)
     return into, {n: str(error) for n, error in lost.items()}
 
 
-def listed(file: SlotFile) -> dict[int, int]:
+def listed(file):
     return {slot: hash_of(record.block) for slot, record in file.records()}
 
 
-def generations(file: SlotFile) -> dict[int, int]:
+def generations(file):
     return {slot: record.generation for slot, record in file.records()}
 
 
-def spoil(path: Path, offset: int) -> None:
+def spoil(path, offset):
     """Flip one bit."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 0x10
     path.write_bytes(content)
 
 
-def replace_write(
-    monkeypatch: pytest.MonkeyPatch, write: Callable[[Callable[..., int]], Callable[..., int]]
-) -> None:
+def replace_write(monkeypatch, write):
     """Replace what writes blocks, but not what writes records."""
     pwrite = os.pwrite
     replaced = write(pwrite)
 
-    def either(file: int, *args: Any) -> int:
+    def either(file, *args):
         is_blocks = os.readlink(f"/proc/self/fd/{file}").endswith("/blocks")
         return (replaced if is_blocks else pwrite)(file, *args)
 
     monkeypatch.setattr(os, "pwrite", either)
 
 
-def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
+def reboot(monkeypatch):
     monkeypatch.setattr(disk_records, "_boot_id", lambda: b"another run of the machine")

@@ -1,15 +1,12 @@
 """A disk with no room left."""
 
-from __future__ import annotations
-
 import resource
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def no_room_beyond(size: int) -> Iterator[None]:
+def no_room_beyond(size):
     """A file size limit stands in for a full disk: the kernel refuses writes beyond it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from tests.workers.kv.pools import WIDE, joined, same
 from tests.workers.kv.words import chain, computed, free, manager_of
 from workers.kv.arrival import Arrival
 from workers.kv.manager import BlockManager
-from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.memory import MemoryPool
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
 from workers.kv.transfer.layer_groups import LayerGroups
@@ -41,18 +40,10 @@ class Pair:
     link: KvPort
 
     @property
-    def port(self) -> int:
+    def port(self):
         return self.link.port
 
-    async def fetch(
-        self,
-        word: str = WORD,
-        *,
-        kind: Mapping[str, str] = KIND,
-        port: int | None = None,
-        transfer_id: str | None = None,
-        key: str = "",
-    ) -> Arrival:
+    async def fetch(self, word=WORD, *, kind=KIND, port=None, transfer_id=None, key=""):
         groups = LayerGroups(self.target)
         arrival = Arrival(len(word))
         source = BlockSource("127.0.0.1", port or self.port, transfer_id or self.transfer_id, 0)
@@ -61,10 +52,10 @@ class Pair:
         assert arrival.ended
         return arrival
 
-    async def until_let_go(self) -> None:
+    async def until_let_go(self):
         await eventually(lambda: _value(len(self.kept.tables)), lambda num: not num)
 
-    def copied(self, num_blocks: int) -> bool:
+    def copied(self, num_blocks):
         """Are these leading blocks in the target's slots?"""
         return same(
             joined(self.source)[self.source_ids[:num_blocks]],
@@ -73,14 +64,7 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(
-    shape: KVShape = WIDE,
-    *,
-    device: str = "cpu",
-    lease_s: float = LEASE_S,
-    tp_sizes: tuple[int, int] = (1, 1),
-    key: str = "",
-) -> AsyncIterator[Pair]:
+async def pair(shape=WIDE, *, device="cpu", lease_s=LEASE_S, tp_sizes=(1, 1), key=""):
     manager = manager_of(12)
     source, target = (
         [MemoryPool(rank, 12, device) for rank in shape.split(tp_size)] for tp_size in tp_sizes
@@ -101,11 +85,11 @@ async def pair(
     assert free(manager) + 5 == 12
 
 
-async def _value(value: int) -> int:
+async def _value(value):
     return value
 
 
-async def answer_of(port: int, body: bytes, length: int | None = None) -> bytes:
+async def answer_of(port, body, length=None):
     """What a source says to a frame. length: that the frame claims; None: its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write((len(body) if length is None else length).to_bytes(4, "little") + body)

@@ -1,11 +1,6 @@
 """Pools of KV blocks, and maps of blocks to copy."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from workers.kv.memory import KVShape, MemoryPool
 
@@ -16,15 +11,13 @@ WIDE = KVShape(num_layers=5, num_kv_heads=4, head_size=64, dtype=torch.float32, 
 NUM_BLOCKS = 12
 
 
-def pool_of(shape: KVShape, seed: int, num_blocks: int = NUM_BLOCKS) -> MemoryPool:
+def pool_of(shape, seed, num_blocks=NUM_BLOCKS):
     pool = MemoryPool(shape, num_blocks)
     pool.words.random_(generator=torch.Generator().manual_seed(seed))
     return pool
 
 
-def moved(
-    source: Tensor, target: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
-) -> Tensor:
+def moved(source, target, source_ids, target_ids):
     """What the target should hold afterwards."""
     expected = target.clone()
     for s, t in zip(source_ids, target_ids, strict=True):
@@ -41,20 +34,20 @@ MAPS = {
 }
 
 
-def filled(pool: MemoryPool, seed: int = 0) -> MemoryPool:
+def filled(pool, seed=0):
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 100, pool.kv.shape, dtype=torch.uint8, generator=generator)
     pool.kv.copy_(bits.to(pool.shape.dtype))
     return pool
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(one, other):
     """Compares bits, as torch cannot compare every type that it stores."""
     return torch.equal(
         one.contiguous().view(torch.uint8).cpu(), other.contiguous().view(torch.uint8).cpu()
     )
 
 
-def joined(ranks: Sequence[MemoryPool]) -> Tensor:
+def joined(ranks):
     """What the ranks hold together: (num_blocks, num_layers, *whole layer_shape)."""
     return torch.cat([pool.kv for pool in ranks], -2)

@@ -1,20 +1,14 @@
 """A worker's cache with real copies and, where Redis matters, a real agent."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from redis.asyncio import Redis
 
 from app.core.errors import NotEnoughBlocks
 from app.core.keys import Keyspace
@@ -25,15 +19,13 @@ from tests.eventually import eventually
 from tests.fake_worker import fake_agent
 from tests.workers.kv.cache_model import FakePublisher
 from tests.workers.kv.words import named
-from workers.kv.cache import LOAD_THREADS, BlockCache, EventSink
+from workers.kv.cache import LOAD_THREADS, BlockCache
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
-from workers.kv.identity import BlockIdentity, hash_of
+from workers.kv.identity import hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool
 from workers.kv.moves import WritePolicy
-from workers.kv.slots import Move
-from workers.kv.tables import BlockTable, Eviction
 
 DEVICE, HOST, DISK = Tier
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, block_size=4)
@@ -45,9 +37,7 @@ SPARE = {DEVICE: 4, HOST: 6, DISK: 6}
 class Worker:
     """A cache, and an engine that fills each block with its hash and checks what it reuses."""
 
-    def __init__(
-        self, folder: Path, publisher: EventSink, manager: BlockManager, stack: AsyncExitStack
-    ) -> None:
+    def __init__(self, folder, publisher, manager, stack):
         slots = {tier: pool.num_slots for tier, pool in manager.tiers.items()}
         self.pools = {tier: MemoryPool(SHAPE, slots[tier]) for tier in (DEVICE, HOST)}
         self.disk = stack.enter_context(
@@ -55,7 +45,7 @@ class Worker:
         )
         self.transfers = Copies(self.pools, self.disk)
         self.manager = manager
-        self.timed: list[tuple[Tier, int, float]] = []
+        self.timed = []
         """Loads that the cache reported, with their seconds."""
         self.cache = BlockCache(
             manager,
@@ -69,7 +59,7 @@ class Worker:
         for event in (self.may_load, self.may_store, self.may_load_from_disk):
             event.set()
 
-    def carry_out(self, move: Move) -> int:
+    def carry_out(self, move):
         if move.is_load:
             assert self.may_load.wait(60)
             assert move.source is not DISK or self.may_load_from_disk.wait(60)
@@ -77,7 +67,7 @@ class Worker:
             assert self.may_store.wait(60)
         return self.transfers.carry_out(move)
 
-    async def compute(self, chain: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
+    async def compute(self, chain, num_blocks):
         """Admit a request, check the blocks that it reuses, and compute the rest."""
         table = await self.cache.admit(chain, num_blocks)
         self.check(table)
@@ -86,17 +76,17 @@ class Worker:
         self.cache.register(table, chain[table.num_matched :])
         return table
 
-    async def compute_and_release(self, chain: Sequence[BlockIdentity]) -> None:
+    async def compute_and_release(self, chain):
         self.cache.release(await self.compute(chain, len(chain)))
 
-    def check(self, table: BlockTable) -> None:
+    def check(self, table):
         for block, slot in zip(table.chain, table.slots, strict=False):
             assert (self.pools[DEVICE].words[slot.block_id] == word(block)).all()
 
-    async def until_quiet(self) -> None:
+    async def until_quiet(self):
         """Wait until no copy is under way, and spare slots are free or nothing can be freed."""
 
-        async def busy() -> bool:
+        async def busy():
             tiers = self.manager.tiers.items()
             return any(
                 slots.num_leaving or (slots.num_free < SPARE[tier] and slots.num_idle)
@@ -107,20 +97,18 @@ class Worker:
         self.manager.check()
 
 
-def word(block: BlockIdentity) -> int:
+def word(block):
     return hash_of(block) - (1 << 63)
 
 
-def chain_of(seed: int, length: int, stem: Sequence[BlockIdentity] = ()) -> list[BlockIdentity]:
+def chain_of(seed, length, stem=()):
     rng = random.Random(seed)
     grown = [named(rng.getrandbits(64)) for _ in range(length - len(stem))]
     return [*stem, *grown]
 
 
 @asynccontextmanager
-async def running(
-    folder: Path, publisher: EventSink, manager: BlockManager | None = None, **options: Any
-) -> AsyncIterator[Worker]:
+async def running(folder, publisher, manager=None, **options):
     async with AsyncExitStack() as stack:
         manager = manager or BlockManager(NUM_SLOTS, now=lambda: 0.0, **options)
         worker = Worker(folder, publisher, manager, stack)
@@ -136,7 +124,7 @@ async def running(
                 await task
 
 
-async def test_a_request_waiting_for_room_keeps_the_blocks_it_found(tmp_path: Path) -> None:
+async def test_a_request_waiting_for_room_keeps_the_blocks_it_found(tmp_path):
     least_recent, other = chain_of(1, 9), chain_of(2, 9)
     async with running(tmp_path, FakePublisher()) as worker:
         await worker.compute_and_release(least_recent)
@@ -148,7 +136,7 @@ async def test_a_request_waiting_for_room_keeps_the_blocks_it_found(tmp_path: Pa
         worker.cache.release(table)
 
 
-async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path: Path) -> None:
+async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path):
     publisher = FakePublisher()
     chains = [chain_of(n, 8) for n in range(7)]
     async with running(tmp_path, publisher) as worker:
@@ -169,9 +157,7 @@ async def test_spare_slots_stay_free_and_evicted_blocks_are_loaded_back(tmp_path
         assert worker.manager.counts.failed == 0
 
 
-async def test_a_request_waits_for_room_and_is_refused_if_none_can_be_made(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_waits_for_room_and_is_refused_if_none_can_be_made(tmp_path):
     async with running(tmp_path, FakePublisher()) as worker:
         await worker.compute_and_release(chain_of(1, 10))
         held = await worker.compute(chain_of(2, 8), 10)
@@ -185,8 +171,8 @@ async def test_a_request_waits_for_room_and_is_refused_if_none_can_be_made(
 
 @pytest.mark.parametrize("max_storing", [3, 256])
 async def test_evicted_blocks_wait_for_room_below_instead_of_being_dropped(
-    max_storing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    max_storing, tmp_path, monkeypatch
+):
     monkeypatch.setattr("workers.kv.cache.STORE_WAIT_S", 30.0)
     async with running(tmp_path, FakePublisher(), max_storing=max_storing) as worker:
         for n in range(5):
@@ -197,9 +183,7 @@ async def test_evicted_blocks_wait_for_room_below_instead_of_being_dropped(
         assert len(worker.manager.match(chain_of(3, 20))) == 20
 
 
-async def test_a_request_does_not_wait_for_a_stalled_tier_below(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_does_not_wait_for_a_stalled_tier_below(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.kv.cache.STORE_WAIT_S", 0.001)
     async with running(tmp_path, FakePublisher()) as worker:
         for n in range(2):
@@ -210,7 +194,7 @@ async def test_a_request_does_not_wait_for_a_stalled_tier_below(
         free = worker.manager.tiers[HOST].num_free
         waiting = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
 
-        async def dropped() -> int:
+        async def dropped():
             return worker.manager.counts.stores_dropped
 
         await eventually(dropped)
@@ -219,9 +203,7 @@ async def test_a_request_does_not_wait_for_a_stalled_tier_below(
         assert free == 6
 
 
-async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
-    tmp_path: Path,
-) -> None:
+async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(tmp_path):
     publisher = FakePublisher()
     async with running(tmp_path, publisher) as worker:
         chain = chain_of(1, 20)
@@ -231,7 +213,7 @@ async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
         admitted = asyncio.ensure_future(worker.compute(chain_of(2, 24), 24))
         device = worker.manager.tiers[DEVICE]
 
-        async def leaving() -> int:
+        async def leaving():
             return device.num_leaving
 
         assert await eventually(leaving)
@@ -242,9 +224,7 @@ async def test_no_slot_is_reused_before_redis_confirms_the_removal_of_its_block(
         assert worker.cache.unconfirmed == 0
 
 
-async def test_slots_freed_by_sharing_go_to_a_waiting_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slots_freed_by_sharing_go_to_a_waiting_request(tmp_path, monkeypatch):
     monkeypatch.setattr("workers.kv.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     publisher = FakePublisher()
     publisher.confirms.clear()
@@ -255,7 +235,7 @@ async def test_slots_freed_by_sharing_go_to_a_waiting_request(
         early = await worker.compute(chain, 8)
         waiting = asyncio.ensure_future(worker.cache.admit([], 8))
 
-        async def withdrawn() -> int:
+        async def withdrawn():
             return sum(slot.leaving > 0 and not slot.published for slot in device.all())
 
         # No slot is freed by eviction: Redis does not confirm any removal.
@@ -268,9 +248,7 @@ async def test_slots_freed_by_sharing_go_to_a_waiting_request(
         await worker.until_quiet()
 
 
-async def test_an_unreachable_redis_does_not_stop_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreachable_redis_does_not_stop_the_worker(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("workers.kv.cache.WITHDRAW_TIMEOUT_S", 0.01)
     publisher = FakePublisher()
     publisher.confirms.clear()
@@ -282,9 +260,7 @@ async def test_an_unreachable_redis_does_not_stop_the_worker(
         assert caplog.text.count("whose blocks Redis may still show") == 1
 
 
-async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
-    tmp_path: Path,
-) -> None:
+async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(tmp_path):
     async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
@@ -295,7 +271,7 @@ async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
         before = worker.manager.counts.loaded
         requests = [asyncio.ensure_future(worker.cache.admit(chain, 8)) for _ in range(3)]
 
-        async def shared() -> int:
+        async def shared():
             return sum(slot.references > 1 for slot in worker.manager.tiers[DEVICE].all())
 
         await eventually(shared, lambda count: count >= 8)
@@ -314,7 +290,7 @@ async def test_requests_sharing_a_prefix_load_it_once_even_if_one_is_cancelled(
         assert not any(slot.references for slot in worker.manager.tiers[DEVICE].all())
 
 
-async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path):
     chains = [chain_of(n, 8) for n in range(7)]
     async with running(tmp_path, FakePublisher()) as worker:
         for chain in chains:
@@ -336,7 +312,7 @@ async def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tmp_path: Path
         await asyncio.gather(*evictions)
 
 
-async def test_only_whole_loads_onto_the_device_are_timed(tmp_path: Path) -> None:
+async def test_only_whole_loads_onto_the_device_are_timed(tmp_path):
     async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
@@ -355,7 +331,7 @@ async def test_only_whole_loads_onto_the_device_are_timed(tmp_path: Path) -> Non
         assert all(0.05 < seconds < 60 for *_, seconds in worker.timed)
 
 
-async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None:
+async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path):
     async with running(tmp_path, FakePublisher(), write=WritePolicy.THROUGH) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
@@ -372,9 +348,7 @@ async def test_blocks_that_cannot_be_loaded_are_computed(tmp_path: Path) -> None
         await worker.until_quiet()
 
 
-async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(
-    tmp_path: Path,
-) -> None:
+async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(tmp_path):
     manager, publisher = BlockManager(NUM_SLOTS, now=lambda: 0.0), FakePublisher()
     manager.adopt(DISK, [(0, 1, named(7), None)])
     async with running(tmp_path, publisher, manager):
@@ -382,8 +356,8 @@ async def test_blocks_of_an_earlier_life_are_published_before_the_first_request(
 
 
 async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_are_released(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     publisher = FakePublisher()
     async with running(tmp_path, publisher) as worker:
         chain, device = chain_of(1, 24), worker.manager.tiers[DEVICE]
@@ -395,7 +369,7 @@ async def test_computed_blocks_are_published_at_once_and_room_is_made_once_they_
         assert device.num_free == SPARE[DEVICE]
 
 
-async def test_the_cache_ends_only_once_its_copies_have_ended(tmp_path: Path) -> None:
+async def test_the_cache_ends_only_once_its_copies_have_ended(tmp_path):
     async with AsyncExitStack() as stack:
         manager = BlockManager(NUM_SLOTS, now=lambda: 0.0)
         worker = Worker(tmp_path, FakePublisher(), manager, stack)
@@ -415,10 +389,8 @@ async def test_the_cache_ends_only_once_its_copies_have_ended(tmp_path: Path) ->
             await cache
 
 
-async def test_blocks_whose_copy_raises_are_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(move: Move) -> int:
+async def test_blocks_whose_copy_raises_are_computed(tmp_path, monkeypatch, caplog):
+    def fail(move):
         raise RuntimeError("the device is out of memory")
 
     async with running(tmp_path, FakePublisher()) as worker:
@@ -434,7 +406,7 @@ async def test_blocks_whose_copy_raises_are_computed(
 
 
 @asynccontextmanager
-async def running_with_a_copy_under_way(folder: Path) -> AsyncIterator[Worker]:
+async def running_with_a_copy_under_way(folder):
     """As long as there is one, requests without room wait; it takes no room on the device."""
     block, manager = named(7), BlockManager(NUM_SLOTS, now=lambda: 0.0)
     manager.adopt(HOST, [(0, 1, block, None)])
@@ -448,9 +420,7 @@ async def running_with_a_copy_under_way(folder: Path) -> AsyncIterator[Worker]:
         await evicted
 
 
-async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(tmp_path, monkeypatch):
     async with running_with_a_copy_under_way(tmp_path) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
@@ -463,7 +433,7 @@ async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(
         waiting = asyncio.ensure_future(worker.cache.admit([], 4))
         await asyncio.sleep(0)
 
-        def fail(move: Move) -> int:
+        def fail(move):
             raise RuntimeError("the device is out of memory")
 
         monkeypatch.setattr(worker.transfers, "carry_out", fail)
@@ -475,9 +445,7 @@ async def test_slots_of_a_request_that_cannot_fall_back_go_to_a_waiting_one(
         worker.cache.release(await large)
 
 
-async def test_nothing_is_evicted_for_a_request_that_there_can_be_no_room_for_yet(
-    tmp_path: Path,
-) -> None:
+async def test_nothing_is_evicted_for_a_request_that_there_can_be_no_room_for_yet(tmp_path):
     async with running_with_a_copy_under_way(tmp_path) as worker:
         cached, first, second = (chain_of(n, length) for n, length in ((1, 10), (2, 5), (3, 5)))
         held = [await worker.compute(chain, len(chain)) for chain in (cached, first, second)]
@@ -496,7 +464,7 @@ async def test_nothing_is_evicted_for_a_request_that_there_can_be_no_room_for_ye
         worker.cache.release(await waiting)
 
 
-async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path: Path) -> None:
+async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_path):
     async with running(tmp_path, FakePublisher()) as worker:
         chain = chain_of(1, 8)
         await worker.compute_and_release(chain)
@@ -511,21 +479,21 @@ async def test_prefetching_loads_no_more_blocks_than_there_are_spare_slots(tmp_p
 class WatchedManager(BlockManager):
     """Calls `before` ahead of each change that may remove a block it could serve."""
 
-    def before(self) -> None:
+    def before(self):
         """Set by the test."""
 
-    def reclaim(self, eviction: Eviction) -> int:
+    def reclaim(self, eviction):
         self.before()
         return super().reclaim(eviction)
 
-    def finish(self, move: Move, num_done: int) -> None:
+    def finish(self, move, num_done):
         self.before()
         super().finish(move, num_done)
 
 
 async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that_moment(
-    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    redis, tmp_path, monkeypatch
+):
     """Each answer of the index must have been true at some moment since it was asked for."""
     monkeypatch.setattr("workers.kv.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     rng = random.Random(5)
@@ -534,17 +502,17 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
     scripts = ScriptRunner(redis, timeout_s=5.0)
     agent = fake_agent(scripts, KEYS, "w0", block_size=SHAPE.block_size)
     manager = WatchedManager(NUM_SLOTS, now=lambda: 0.0)
-    windows: dict[int, list[int]] = {}
+    windows = {}
 
-    def before() -> None:
+    def before():
         for best in windows.values():
             best[:] = map(max, best, map(len, map(manager.match, chains)))
 
-    manager.before = before  # type: ignore[method-assign]
+    manager.before = before
     served = seen = 0
     stop = asyncio.Event()
 
-    async def engine(seed: int) -> None:
+    async def engine(seed):
         nonlocal served
         rng = random.Random(seed)
         while not stop.is_set():
@@ -559,7 +527,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
             worker.check(table)
             worker.cache.release(table)
 
-    async def reader(seed: int) -> None:
+    async def reader(seed):
         nonlocal seen
         while not stop.is_set():
             best = [0] * len(chains)
@@ -578,7 +546,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
         work = [tasks.create_task(engine(n)) for n in range(3)]
         work += [tasks.create_task(reader(rng.randrange(len(chains)))) for _ in range(3)]
 
-        async def evicted() -> tuple[int, int, int]:
+        async def evicted():
             return manager.counts.evicted, served, seen
 
         await eventually(evicted, lambda n: n[0] > 300 and n[1] > 100 and n[2] > 100, within_s=60)
@@ -590,9 +558,7 @@ async def test_routers_never_see_a_block_that_the_worker_could_not_serve_at_that
             task.cancel()
 
 
-async def test_a_request_that_has_no_room_yet_keeps_its_prefix_on_the_device(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_that_has_no_room_yet_keeps_its_prefix_on_the_device(tmp_path):
     running_chain, prefix = chain_of(1, 6), chain_of(2, 12)
     prompt = chain_of(3, 22, prefix)
     async with running(tmp_path, FakePublisher()) as worker:

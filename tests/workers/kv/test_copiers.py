@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -7,7 +5,6 @@ from ctypes import memmove
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +13,11 @@ from torch import Tensor
 
 from tests.workers.kv.pools import MAPS, NUM_BLOCKS, ODD, SMALL, WIDE, moved, pool_of
 from workers.kv import copiers
-from workers.kv.copiers import COPIERS, IN_HOST_MEMORY, WITH_DEVICE, Copier, PoolCopier
+from workers.kv.copiers import COPIERS, IN_HOST_MEMORY, WITH_DEVICE, PoolCopier
 from workers.kv.memory import (
     WORD_BYTES,
     CudaStream,
     HostStream,
-    KVShape,
     MemoryPool,
     host_pool,
     new_stream,
@@ -40,21 +36,13 @@ class HostMemoryDriver:
     CUmemcpyAttributes = SimpleNamespace
     CUdeviceptr = CUstream = staticmethod(int)
 
-    def __init__(self) -> None:
-        self.batches: list[int] = []
+    def __init__(self):
+        self.batches = []
         self.result = self.CUresult.CUDA_SUCCESS
 
     def cuMemcpyBatchAsync(  # noqa: N802
-        self,
-        dsts: list[int],
-        srcs: list[int],
-        sizes: list[int],
-        count: int,
-        attrs: list[SimpleNamespace],
-        attrs_idxs: list[int],
-        num_attrs: int,
-        stream: int,
-    ) -> tuple[IntEnum]:
+        self, dsts, srcs, sizes, count, attrs, attrs_idxs, num_attrs, stream
+    ):
         assert len(dsts) == len(srcs) == len(sizes) == count
         assert [a.srcAccessOrder for a in attrs] == [1]
         assert (attrs_idxs, num_attrs, stream) == ([0], 1, 7)
@@ -66,7 +54,7 @@ class HostMemoryDriver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> HostMemoryDriver:
+def driver(monkeypatch):
     made = HostMemoryDriver()
     monkeypatch.setattr(copiers, "driver", made)
     stream = SimpleNamespace(cuda_stream=7)
@@ -86,8 +74,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> HostMemoryDriver:
     ],
 )
 def test_every_copier_copies_only_the_given_layers_of_the_given_blocks(
-    copier: Copier, blocks: tuple[list[int], list[int]], layers: slice, shape: KVShape
-) -> None:
+    copier, blocks, layers, shape
+):
     source, target = pool_of(shape, 1).words[:, layers], pool_of(shape, 2)
     before = target.words.clone()
     expected = moved(source, target.words[:, layers], *blocks)
@@ -98,9 +86,7 @@ def test_every_copier_copies_only_the_given_layers_of_the_given_blocks(
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 3])
-def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
-    blocks_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(blocks_at_once, monkeypatch):
     monkeypatch.setattr(copiers, "STAGED_BYTES", blocks_at_once * WIDE.block_bytes)
     source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
     for source_ids, target_ids in (
@@ -112,9 +98,7 @@ def test_more_blocks_than_fit_the_staging_buffer_are_copied_in_parts(
         assert torch.equal(target.words, expected)
 
 
-def test_blocks_that_lie_together_at_the_source_are_not_gathered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_that_lie_together_at_the_source_are_not_gathered(monkeypatch):
     source, target = pool_of(WIDE, 1), pool_of(WIDE, 2)
     expected = moved(source.words, target.words, [3, 4, 5], [7, 1, 9])
     monkeypatch.delattr(torch, "index_select")
@@ -132,12 +116,12 @@ def test_blocks_that_lie_together_at_the_source_are_not_gathered(
     ids=["wide", "wide, two layers", "small"],
 )
 def test_large_blocks_are_gathered_in_pieces_of_a_size_that_divides_them(
-    shape: KVShape, layers: slice, piece: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[torch.Size] = []
+    shape, layers, piece, monkeypatch
+):
+    rows = []
     select = torch.index_select
 
-    def recorded(words: Tensor, dim: int, ids: Tensor, *, out: Tensor) -> Tensor:
+    def recorded(words, dim, ids, *, out):
         rows.append(words.shape[1:])
         return select(words, dim, ids, out=out)
 
@@ -150,16 +134,14 @@ def test_large_blocks_are_gathered_in_pieces_of_a_size_that_divides_them(
 
 
 @pytest.mark.parametrize("shape", [SMALL, WIDE])
-def test_long_runs_are_left_to_torch_and_its_threads_and_short_ones_are_not(
-    shape: KVShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_runs_are_left_to_torch_and_its_threads_and_short_ones_are_not(shape, monkeypatch):
     source, target = pool_of(shape, 1).words, pool_of(shape, 2).words
     source_ids, target_ids = [1, 2, 3, 5, 7, 8], [4, 5, 6, 9, 1, 2]
     expected = moved(source, target, source_ids, target_ids)
-    copied: list[int] = []
+    copied = []
     copy = Tensor.copy_
 
-    def record(into: Tensor, *args: Any, **how: Any) -> Tensor:
+    def record(into, *args, **how):
         copied.append(into.nbytes)
         return copy(into, *args, **how)
 
@@ -171,8 +153,8 @@ def test_long_runs_are_left_to_torch_and_its_threads_and_short_ones_are_not(
 
 
 def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
-    driver: HostMemoryDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    driver, caplog, monkeypatch
+):
     caplog.set_level(logging.INFO)
     source, target = pool_of(SMALL, 1).words, pool_of(SMALL, 2).words
     COPIERS["batched"](source, target, *map(np.array, MAPS["runs"]))
@@ -189,7 +171,7 @@ def test_batched_copies_pass_runs_to_the_driver_and_are_left_out_if_it_refuses(
     ]
 
 
-def test_the_fastest_copier_is_chosen_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fastest_copier_is_chosen_and_logged(caplog):
     caplog.set_level(logging.INFO)
     copier = PoolCopier(pool_of(SMALL, 1), pool_of(SMALL, 2))
     assert tuple(copier.rates.packed) == IN_HOST_MEMORY
@@ -206,9 +188,7 @@ def test_the_fastest_copier_is_chosen_and_logged(caplog: pytest.LogCaptureFixtur
     assert copier.rates.scattered[chosen[0]] * copiers.CLEARLY_FASTER >= best
 
 
-def test_a_copier_that_needs_more_is_chosen_only_if_it_is_clearly_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copier_that_needs_more_is_chosen_only_if_it_is_clearly_faster(monkeypatch):
     packed = {"bytes": 1.0, "selected": 1.3, "runs": 1.4}
     rates = copiers.Rates(packed, {"bytes": 1.0, "runs": 1.09})
     monkeypatch.setattr(copiers, "_try_copiers", lambda *_: rates)
@@ -216,7 +196,7 @@ def test_a_copier_that_needs_more_is_chosen_only_if_it_is_clearly_faster(
     assert (copier._packed, copier._scattered) == ("selected", "bytes")
 
 
-def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
+def test_a_copy_with_an_invalid_block_is_refused_as_a_whole():
     source, target = pool_of(SMALL, 1), pool_of(SMALL, 2)
     copier = PoolCopier(source, target)
     before = target.words.clone()
@@ -236,11 +216,11 @@ def test_a_copy_with_an_invalid_block_is_refused_as_a_whole() -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_copy_waits_for_blocks_still_under_way() -> None:
+def test_a_failed_copy_waits_for_blocks_still_under_way():
     source, target = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
     source.words.fill_(7)
 
-    def fail() -> None:
+    def fail():
         for _ in range(100):
             target.words.copy_(source.words, non_blocking=True)
         raise RuntimeError("out of memory, with some blocks still under way")
@@ -257,9 +237,7 @@ def test_a_failed_copy_waits_for_blocks_still_under_way() -> None:
 @pytest.mark.parametrize("layers", [slice(None), slice(1, 3)], ids=str)
 @pytest.mark.parametrize("name", WITH_DEVICE)
 @pytest.mark.parametrize("upwards", [True, False])
-def test_every_copier_copies_between_host_and_device(
-    upwards: bool, name: str, layers: slice, blocks: tuple[list[int], list[int]]
-) -> None:
+def test_every_copier_copies_between_host_and_device(upwards, name, layers, blocks):
     pools = host_pool(WIDE, NUM_BLOCKS), MemoryPool(WIDE, NUM_BLOCKS, "cuda")
     for pool in pools:
         pool.words.random_()
@@ -295,7 +273,7 @@ print([n for n in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryC
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_copies_to_the_second_gpu_create_no_context_on_the_first() -> None:
+def test_copies_to_the_second_gpu_create_no_context_on_the_first():
     ran = subprocess.run(
         [sys.executable, "-c", ON_THE_SECOND_GPU],
         cwd=Path(__file__).parents[3],

@@ -1,34 +1,26 @@
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from app.core.types import Tier
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
 from tests.workers.kv.words import named
 from workers.kv import copies
-from workers.kv.arrival import CopyEvent
 from workers.kv.copiers import PoolCopier
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.disk_pieces import DiskPieces
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
-from workers.kv.identity import BlockIdentity, hash_of
+from workers.kv.identity import hash_of
 from workers.kv.manager import BlockManager
-from workers.kv.memory import KVShape, MemoryPool
-from workers.kv.slots import Move
+from workers.kv.memory import MemoryPool
 
 DEVICE, HOST, DISK = Tier
 
@@ -36,18 +28,18 @@ DEVICE, HOST, DISK = Tier
 class Tiers:
     """All three tiers, with a block manager."""
 
-    def __init__(self, folder: Path, shape: KVShape = WIDE, num_slots: int = NUM_BLOCKS) -> None:
+    def __init__(self, folder, shape=WIDE, num_slots=NUM_BLOCKS):
         self.folder = folder
         self.pools = {DEVICE: pool_of(shape, 1, num_slots), HOST: pool_of(shape, 2, num_slots)}
         self.disk = SlotFile(folder, block_bytes=shape.block_bytes, num_slots=num_slots)
         self.transfers = Copies(self.pools, self.disk)
         self.manager = BlockManager(dict.fromkeys(Tier, num_slots), now=lambda: 0.0)
-        self.content: dict[BlockIdentity, Tensor] = {}
+        self.content = {}
 
-    def close(self) -> None:
+    def close(self):
         self.disk.close()
 
-    def compute(self, blocks: Sequence[BlockIdentity]) -> None:
+    def compute(self, blocks):
         """Fill those of the blocks that are not on the device, and release all of them."""
         table = self.manager.prepare(blocks, len(blocks))
         for block, slot in list(zip(blocks, table.slots, strict=True))[table.num_matched :]:
@@ -55,7 +47,7 @@ class Tiers:
         self.manager.register(table, blocks[table.num_matched :])
         self.manager.release(table)
 
-    def evict(self, tier: Tier) -> None:
+    def evict(self, tier):
         """All that is in that tier moves down."""
         eviction = self.manager.evict(tier, NUM_BLOCKS)
         self.copy()
@@ -65,7 +57,7 @@ class Tiers:
         if tier in self.pools:  # the slots that blocks come back to may be the same ones
             self.pools[tier].words[freed] = 0
 
-    def copy(self) -> list[int]:
+    def copy(self):
         """Carry out the planned moves; returns how many blocks of each were copied."""
         done = []
         for move in self.manager.take_moves():
@@ -74,7 +66,7 @@ class Tiers:
             self.manager.check()
         return done
 
-    def load(self, blocks: Sequence[BlockIdentity]) -> int:
+    def load(self, blocks):
         """Load a request's blocks and check them; returns how many leading ones arrived."""
         table = self.manager.prepare(blocks, len(blocks))
         self.copy()
@@ -87,12 +79,12 @@ class Tiers:
         self.manager.check()
         return whole
 
-    def lose(self, move: Move) -> None:
+    def lose(self, move):
         """Another move has found the same sources bad."""
         for slot in move.sources:
             self.manager.tiers[move.source].forget(slot)
 
-    def spoil(self, block: BlockIdentity) -> None:
+    def spoil(self, block):
         """Flip a bit of the block on disk."""
         slot = self.manager.tiers[DISK].find(block)
         assert slot is not None
@@ -107,7 +99,7 @@ BLOCKS = [named(100 + n) for n in range(6)]
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
+def tiers(tmp_path):
     with closing(Tiers(tmp_path)) as tiers:
         yield tiers
 
@@ -121,9 +113,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
     ],
 )
 @pytest.mark.parametrize(("source", "target"), [p for p in product(Tier, Tier) if p[0] is not p[1]])
-def test_blocks_are_copied_between_any_two_tiers(
-    source: Tier, target: Tier, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_copied_between_any_two_tiers(source, target, shape, tmp_path, monkeypatch):
     for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
         monkeypatch.setattr(copies, name, 3 * shape.block_bytes)
     with closing(Tiers(tmp_path, shape)) as tiers:
@@ -148,7 +138,7 @@ def test_blocks_are_copied_between_any_two_tiers(
             assert torch.equal(tiers.pools[target].words[between], expected)
 
 
-def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path: Path) -> None:
+def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path):
     with (
         closing(SlotFile(tmp_path, block_bytes=WIDE.block_bytes, num_slots=2)) as disk,
         pytest.raises(ValueError, match="of the DEVICE tier do not fit those of"),
@@ -165,9 +155,7 @@ def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path: Path) -> None:
         ([0, 1], [0], "2 blocks for 1 slots"),
     ],
 )
-def test_invalid_slots_of_a_copy_to_disk_are_refused(
-    block_ids: list[int], slots: list[int], message: str, tmp_path: Path
-) -> None:
+def test_invalid_slots_of_a_copy_to_disk_are_refused(block_ids, slots, message, tmp_path):
     on_disk = [DiskBlock(0, block, None) for block in BLOCKS[:2]]
     with (
         closing(SlotFile(tmp_path, block_bytes=SMALL.block_bytes, num_slots=NUM_BLOCKS)) as disk,
@@ -176,7 +164,7 @@ def test_invalid_slots_of_a_copy_to_disk_are_refused(
         Copies({HOST: pool_of(SMALL, 1)}, disk).copy_blocks(HOST, DISK, block_ids, slots, on_disk)
 
 
-def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers: Tiers) -> None:
+def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -185,7 +173,7 @@ def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers: Tiers) -> 
     assert tiers.load(BLOCKS) == 6
 
 
-def test_reused_slots_hold_their_new_blocks(tmp_path: Path) -> None:
+def test_reused_slots_hold_their_new_blocks(tmp_path):
     with closing(Tiers(tmp_path, SMALL, len(BLOCKS))) as tiers:
         for blocks in (BLOCKS, [named(200 + n) for n in range(6)]):
             # The disk has no room for the second set, so its slots are reused less often.
@@ -200,7 +188,7 @@ def test_reused_slots_hold_their_new_blocks(tmp_path: Path) -> None:
         assert tiers.load(BLOCKS) == 6
 
 
-def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
+def test_blocks_on_disk_outlive_the_process(tmp_path):
     with closing(Tiers(tmp_path)) as before:
         before.compute(BLOCKS)
         before.evict(DEVICE)
@@ -215,9 +203,7 @@ def test_blocks_on_disk_outlive_the_process(tmp_path: Path) -> None:
         assert after.load(BLOCKS) == 6
 
 
-def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process(
-    tmp_path: Path,
-) -> None:
+def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process(tmp_path):
     with closing(Tiers(tmp_path)) as before:
         others = [named(200 + n) for n in range(6)]
         for blocks in (BLOCKS, others, BLOCKS):
@@ -238,9 +224,7 @@ def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process
         assert after.manager.match(BLOCKS) == [DISK] * 6
 
 
-def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(
-    tiers: Tiers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(tiers, caplog):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -254,7 +238,7 @@ def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(
     assert tiers.load(BLOCKS) == 6
 
 
-def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers: Tiers) -> None:
+def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -266,7 +250,7 @@ def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers: Tiers) -> None:
     assert not tiers.pools[DEVICE].words[lost].any()
 
 
-def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Tiers) -> None:
+def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -279,9 +263,7 @@ def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers: Ti
     assert max(at.values()) not in dict(tiers.disk.records())
 
 
-def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(
-    tiers: Tiers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(tiers, caplog):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     with no_room_beyond(4 * WIDE.block_bytes + 100):
@@ -298,8 +280,8 @@ def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(
     ("shape", "bytes_at_once"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
 )
 def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
-    shape: KVShape, bytes_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shape, bytes_at_once, tmp_path, monkeypatch
+):
     for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
         monkeypatch.setattr(copies, name, bytes_at_once)
     with closing(Tiers(tmp_path, shape)) as tiers:
@@ -320,9 +302,7 @@ def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
         assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[[4, 3, 2]])
 
 
-def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tiers, monkeypatch):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     store = tiers.manager.evict(HOST, 3).store
@@ -331,7 +311,7 @@ def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(
     asked, may_go_on = threading.Event(), threading.Event()
     write = SlotFile.write
 
-    def slow_write(file: SlotFile, *args: Any) -> dict[int, OSError]:
+    def slow_write(file, *args):
         asked.set()
         assert may_go_on.wait(60)
         return write(file, *args)
@@ -349,16 +329,14 @@ def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(
     assert tiers.manager.counts.stored == 6 + 3
 
 
-def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(tiers, monkeypatch):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
     asked, may_go_on = threading.Event(), threading.Event()
     read = DiskPieces.read
 
-    def slow_read(pieces: DiskPieces, *args: Any) -> None:
+    def slow_read(pieces, *args):
         asked.set()
         assert may_go_on.wait(60)
         read(pieces, *args)
@@ -366,7 +344,7 @@ def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(
     monkeypatch.setattr(DiskPieces, "read", slow_read)
     table = tiers.manager.prepare(BLOCKS, 8)
     (load,) = tiers.manager.take_moves()
-    done: list[int] = []
+    done = []
     thread = threading.Thread(target=lambda: done.append(tiers.transfers.carry_out(load)))
     thread.start()
     assert asked.wait(60)
@@ -383,7 +361,7 @@ def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(
     assert tiers.load(BLOCKS) == 6
 
 
-def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tiers: Tiers) -> None:
+def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)
@@ -403,15 +381,15 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
-    is_copied: bool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_copied, tiers, monkeypatch
+):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.prepare(BLOCKS, 6)
     (load,) = tiers.manager.take_moves()
     begin = PoolCopier.begin
 
-    def copy_then_lose(*args: Any) -> CopyEvent:
+    def copy_then_lose(*args):
         event = begin(*args)
         if args[-1].stop == WIDE.num_layers:
             tiers.lose(load)
@@ -424,7 +402,7 @@ def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
     assert tiers.transfers.carry_out(load) == 0
 
 
-def test_blocks_found_bad_are_not_stored_for_the_next_process(tiers: Tiers) -> None:
+def test_blocks_found_bad_are_not_stored_for_the_next_process(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.evict(HOST, 6)
@@ -435,7 +413,7 @@ def test_blocks_found_bad_are_not_stored_for_the_next_process(tiers: Tiers) -> N
 
 
 @pytest.mark.gpu
-def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> None:
+def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path):
     device = MemoryPool(replace(WIDE, dtype=torch.bfloat16), NUM_BLOCKS, "cuda")
     device.words.random_()
     size = device.shape.block_bytes
@@ -448,9 +426,7 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path: Path) -> Non
         assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])
 
 
-def test_blocks_that_were_read_from_disk_are_not_written_there_again(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_were_read_from_disk_are_not_written_there_again(tiers, monkeypatch):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.evict(HOST)

@@ -1,16 +1,10 @@
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from threading import Barrier, Event, Thread, current_thread, main_thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +34,10 @@ from tests.workers.kv.words import named
 from workers.kv import disk, disk_pieces
 from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
-from workers.kv.identity import BlockIdentity, hash_of
+from workers.kv.identity import hash_of
 
 
-def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: Path) -> None:
+def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path):
     folder, zero = tmp_path / "of" / "a worker", 0
     with opened(folder) as file:
         write(file, 3, 1, A, None, content(A))
@@ -59,7 +53,7 @@ def test_blocks_are_read_as_they_were_written_and_outlive_the_process(tmp_path: 
         assert read(file, 5, 1) == content(B)
 
 
-def test_an_overwritten_slot_is_not_read_as_its_earlier_block(tmp_path: Path) -> None:
+def test_an_overwritten_slot_is_not_read_as_its_earlier_block(tmp_path):
     with opened(tmp_path) as file:
         write(file, 0, 1, A, None, content(A))
         write(file, 0, 2, B, None, content(B))
@@ -73,14 +67,12 @@ def test_an_overwritten_slot_is_not_read_as_its_earlier_block(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("num_slots", "block_bytes"), [(0, 16), (1, 0)])
-def test_a_file_without_slots_or_with_empty_blocks_is_refused(
-    num_slots: int, block_bytes: int, tmp_path: Path
-) -> None:
+def test_a_file_without_slots_or_with_empty_blocks_is_refused(num_slots, block_bytes, tmp_path):
     with pytest.raises(ConfigError, match=f"{num_slots} slots of {block_bytes} bytes"):
         SlotFile(tmp_path, block_bytes=block_bytes, num_slots=num_slots)
 
 
-def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_a_buffer_of_another_size_is_refused(tmp_path):
     with opened(tmp_path) as file:
         with pytest.raises(ValueError, match="a block has 10000 bytes, not 9999"):
             write(file, 0, 1, A, None, content(A, 9_999))
@@ -89,7 +81,7 @@ def test_a_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
             file.read(np.arange(1), [1], np.zeros(1, "V10001"), np.arange(1))
 
 
-def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -106,15 +98,13 @@ def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert listed(file) == {3: B}
 
 
-def test_detecting_a_bad_block_spares_the_block_just_written_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detecting_a_bad_block_spares_the_block_just_written_over_it(tmp_path, monkeypatch):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         spoil(tmp_path / "blocks", 2 * SLOT_BYTES)
         spoilt = file._spoilt
 
-        def overtaken(*args: Any) -> str | None:
+        def overtaken(*args):
             why = spoilt(*args)
             write(file, 2, 2, B, None, content(B))
             return why
@@ -127,11 +117,11 @@ def test_detecting_a_bad_block_spares_the_block_just_written_over_it(
 
 @pytest.mark.parametrize("part_bytes", [4_000, 1 << 20])
 def test_a_block_overwritten_while_it_is_read_is_lost_and_its_successor_kept(
-    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    part_bytes, tmp_path, monkeypatch
+):
     preadv, generation = os.preadv, 1
 
-    def torn(file: int, rows: Sequence[memoryview], at: int, flags: int) -> int:
+    def torn(file, rows, at, flags):
         """Before its second half is read, the slot is given another block."""
         nonlocal generation
         row, half = rows[0], len(rows[0]) // 2
@@ -150,7 +140,7 @@ def test_a_block_overwritten_while_it_is_read_is_lost_and_its_successor_kept(
         assert read(disk_file, 2, generation) == content(generation)
 
 
-def test_truncating_the_file_loses_only_the_blocks_beyond_its_new_end(tmp_path: Path) -> None:
+def test_truncating_the_file_loses_only_the_blocks_beyond_its_new_end(tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -165,9 +155,7 @@ def test_truncating_the_file_loses_only_the_blocks_beyond_its_new_end(tmp_path: 
         assert listed(file) == {}
 
 
-def test_a_read_that_arrives_in_pieces_is_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_arrives_in_pieces_is_completed(tmp_path, monkeypatch):
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda f, rows, *how: preadv(f, [rows[0][:999]], *how))
     with opened(tmp_path) as file:
@@ -177,15 +165,15 @@ def test_a_read_that_arrives_in_pieces_is_completed(
 
 @pytest.mark.parametrize("part_bytes", [4_000, 1 << 20])
 def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
-    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    part_bytes, tmp_path, monkeypatch
+):
     preadv, asked = os.preadv, set()
-    told: list[int] = []
+    told = []
 
-    def told_of(file: int, at: int, size: int, advice: int) -> None:
+    def told_of(file, at, size, advice):
         told.extend(range(at // SLOT_BYTES, (at + size) // SLOT_BYTES))
 
-    def from_disk(file: int, rows: Sequence[memoryview], at: int, flags: int) -> int:
+    def from_disk(file, rows, at, flags):
         asked.add(flags)
         if flags & os.RWF_NOWAIT:
             raise BlockingIOError
@@ -208,7 +196,7 @@ def test_blocks_that_the_kernel_has_not_cached_are_read_from_the_disk(
         assert asked == {os.RWF_NOWAIT, 0}
 
 
-def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) -> None:
+def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path):
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
         write(file, 4, 1, B, None, content(B))
@@ -223,9 +211,7 @@ def test_a_block_that_does_not_fit_on_a_full_disk_is_not_listed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
-def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(
-    block_bytes: int, tmp_path: Path
-) -> None:
+def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(block_bytes, tmp_path):
     with opened(tmp_path, block_bytes=block_bytes) as file:
         write_roots(file, [2, 4, 6, 7])
         with no_room_beyond(4 * SLOT_BYTES + 100):
@@ -249,10 +235,10 @@ def test_a_full_disk_stores_the_blocks_of_a_batch_that_fit(
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
 def test_an_error_in_mid_batch_affects_only_its_block(
-    block_bytes: int, small_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bad_third_slot(write: Callable[..., int]) -> Callable[..., int]:
-        def writes(file: int, data: memoryview, at: int) -> int:
+    block_bytes, small_bytes, tmp_path, monkeypatch
+):
+    def bad_third_slot(write):
+        def writes(file, data, at):
             if at <= 3 * SLOT_BYTES < at + len(data):
                 raise OSError(errno.EIO, "Input/output error")
             return write(file, data, at)
@@ -274,13 +260,8 @@ def test_an_error_in_mid_batch_affects_only_its_block(
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
 def test_a_batch_is_read_as_it_was_written_and_other_slots_keep_their_blocks(
-    block_bytes: int,
-    small_bytes: int,
-    part_bytes: int,
-    slots: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    block_bytes, small_bytes, part_bytes, slots, tmp_path, monkeypatch
+):
     monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     monkeypatch.setattr(disk, "SMALL_BYTES", small_bytes)
@@ -303,15 +284,13 @@ def test_a_batch_is_read_as_it_was_written_and_other_slots_keep_their_blocks(
         (SLOT_BYTES - 1, [(slot, 1) for slot in (0, 1, 3, 4, 6, 7)]),
     ],
 )
-def test_consecutive_slots_of_a_part_take_one_system_call(
-    part_bytes: int, runs: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: dict[str, list[tuple[int, int]]] = {"pwrite": [], "preadv": []}
+def test_consecutive_slots_of_a_part_take_one_system_call(part_bytes, runs, tmp_path, monkeypatch):
+    calls = {"pwrite": [], "preadv": []}
 
-    def count(name: str) -> None:
+    def count(name):
         call = getattr(os, name)
 
-        def counted(fd: int, data: Any, at: int, *flags: int) -> int:
+        def counted(fd, data, at, *flags):
             done = int(call(fd, data, at))  # without flags: not every file system knows them
             if fd == file._blocks and at % SLOT_BYTES == 0:
                 calls[name].append((at // SLOT_BYTES, -(-done // SLOT_BYTES)))
@@ -330,15 +309,13 @@ def test_consecutive_slots_of_a_part_take_one_system_call(
 
 
 @pytest.mark.parametrize(("part_bytes", "num_threads"), [(SLOT_BYTES, 3), (1 << 20, 1)])
-def test_threads_share_a_batch_of_several_parts(
-    part_bytes: int, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_share_a_batch_of_several_parts(part_bytes, num_threads, tmp_path, monkeypatch):
     monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     all_writing, threads = Barrier(num_threads), set()
 
-    def once_all_are_writing(write: Callable[..., int]) -> Callable[..., int]:
-        def waits(*args: Any) -> int:
+    def once_all_are_writing(write):
+        def waits(*args):
             threads.add(current_thread())
             all_writing.wait(60)
             return write(*args)
@@ -352,9 +329,7 @@ def test_threads_share_a_batch_of_several_parts(
         assert read_roots(file, [1, 2, 3]) == ([content(slot) for slot in (1, 2, 3)], {})
 
 
-def test_a_copy_does_not_wait_for_threads_that_are_busy_with_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_does_not_wait_for_threads_that_are_busy_with_others(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     done = Event()
     with opened(tmp_path) as file:
@@ -367,15 +342,15 @@ def test_a_copy_does_not_wait_for_threads_that_are_busy_with_others(
 
 @pytest.mark.parametrize("main_fails", [True, False])
 def test_an_error_in_one_part_of_a_batch_is_raised_only_after_the_others_have_ended(
-    main_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    main_fails, tmp_path, monkeypatch
+):
     """Callers that see the error may reuse the slots and the memory."""
     monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     reported, num_late = Event(), 0
 
-    def some_fail(write: Callable[..., int]) -> Callable[..., int]:
-        def fails(*args: Any) -> int:
+    def some_fail(write):
+        def fails(*args):
             nonlocal num_late
             if (current_thread() is main_thread()) is main_fails:
                 raise MemoryError
@@ -395,17 +370,17 @@ def test_an_error_in_one_part_of_a_batch_is_raised_only_after_the_others_have_en
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_parts_for_which_no_thread_can_be_started_are_not_carried_out_late(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fails, tmp_path, monkeypatch
+):
     monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", SLOT_BYTES)
     writing = []
 
-    def no_more(thread: Thread) -> None:
+    def no_more(thread):
         raise RuntimeError("can't start new thread")
 
-    def recorded(write: Callable[..., int]) -> Callable[..., int]:
-        def records(*args: Any) -> int:
+    def recorded(write):
+        def records(*args):
             writing.append(current_thread())
             if fails:
                 raise MemoryError
@@ -427,8 +402,8 @@ def test_parts_for_which_no_thread_can_be_started_are_not_carried_out_late(
 @pytest.mark.parametrize("part_bytes", [4_000, 3 * SLOT_BYTES, 1 << 20])
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, SLOT_BYTES])
 def test_bad_blocks_of_a_batch_are_reported_and_affect_no_others(
-    block_bytes: int, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    block_bytes, part_bytes, tmp_path, monkeypatch
+):
     monkeypatch.setattr(disk_pieces, "THREADS", 3)
     monkeypatch.setattr(disk, "PART_BYTES", part_bytes)
     with opened(tmp_path, block_bytes=block_bytes) as file:
@@ -454,7 +429,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
 
-def keep_writing(folder: Path, seed: int, reports: Connection) -> None:
+def keep_writing(folder, seed, reports):
     """Write batches of blocks until killed, reporting the begin and the end of each."""
     rng = random.Random(seed)
     file = SlotFile(folder, block_bytes=KILLED_BLOCK_BYTES, num_slots=KILLED_SLOTS)
@@ -468,11 +443,11 @@ def keep_writing(folder: Path, seed: int, reports: Connection) -> None:
         reports.send(("done", batch))
 
 
-def killed_content(block: BlockIdentity) -> bytes:
+def killed_content(block):
     return block[-8:] * (KILLED_BLOCK_BYTES // 8)
 
 
-def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]]]:
+def killed_writer(folder, turn):
     """What a process reported that wrote batches of blocks until it was killed.
 
     In odd turns it is killed just after it has voided or written records.
@@ -494,13 +469,11 @@ def killed_writer(folder: Path, turn: int) -> Iterator[tuple[str, dict[int, int]
     writer.join()
 
 
-def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch(
-    tmp_path: Path,
-) -> None:
+def test_a_process_killed_in_mid_write_loses_no_blocks_outside_its_current_batch(tmp_path):
     torn = 0
-    held: dict[int, int] = {}
+    held = {}
     for turn in range(40):
-        begun: dict[int, int] = {}
+        begun = {}
         for event, batch in killed_writer(tmp_path, turn):
             if event == "begin":
                 begun = batch

@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 import errno
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +34,7 @@ from workers.kv.disk import SlotFile
 from workers.kv.disk_records import PAGE_BYTES, RECORD_BYTES, DiskBlock
 
 
-def test_only_one_process_at_a_time_can_open_the_files(tmp_path: Path) -> None:
+def test_only_one_process_at_a_time_can_open_the_files(tmp_path):
     num_open = len(os.listdir("/proc/self/fd"))
     with opened(tmp_path), pytest.raises(ConfigError, match="in use by another process"):
         SlotFile(tmp_path, block_bytes=BLOCK_BYTES, num_slots=NUM_SLOTS)
@@ -47,9 +43,7 @@ def test_only_one_process_at_a_time_can_open_the_files(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_blocks_of_the_format_before_are_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_the_format_before_are_not_served(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(disk_records, "_MAGIC", b"kvroute disk tier 1\n")
         with opened(tmp_path) as file:
@@ -61,9 +55,7 @@ def test_blocks_of_the_format_before_are_not_served(
 @pytest.mark.parametrize(
     "others", [{"fingerprint": 8}, {"num_slots": NUM_SLOTS + 1}, {"block_bytes": BLOCK_BYTES - 1}]
 )
-def test_files_of_another_model_or_size_are_recreated(
-    others: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_another_model_or_size_are_recreated(others, tmp_path, caplog):
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
     with opened(tmp_path, **others) as file:
@@ -74,7 +66,7 @@ def test_files_of_another_model_or_size_are_recreated(
         assert listed(file) == {}
 
 
-def test_an_index_in_another_format_is_recreated(tmp_path: Path) -> None:
+def test_an_index_in_another_format_is_recreated(tmp_path):
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
     spoil(tmp_path / "index", 5)
@@ -82,13 +74,11 @@ def test_an_index_in_another_format_is_recreated(tmp_path: Path) -> None:
         assert listed(file) == {}
 
 
-def test_files_whose_recreation_failed_hold_no_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_whose_recreation_failed_hold_no_blocks(tmp_path, monkeypatch):
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
 
-    def fails(*_: Any) -> None:
+    def fails(*_):
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patch:
@@ -99,12 +89,10 @@ def test_files_whose_recreation_failed_hold_no_blocks(
         assert listed(file) == {}
 
 
-def test_a_new_index_is_synced_before_it_replaces_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_index_is_synced_before_it_replaces_the_old_one(tmp_path, monkeypatch):
     index, synced = tmp_path / "index", []
 
-    def record_fsync(file: int) -> None:
+    def record_fsync(file):
         synced.append((os.readlink(f"/proc/self/fd/{file}"), index.exists()))
 
     monkeypatch.setattr(os, "fsync", record_fsync)
@@ -113,7 +101,7 @@ def test_a_new_index_is_synced_before_it_replaces_the_old_one(
 
 
 @pytest.mark.parametrize("offset", range(0, RECORD_BYTES, 7))
-def test_a_corrupt_record_loses_only_its_block(offset: int, tmp_path: Path) -> None:
+def test_a_corrupt_record_loses_only_its_block(offset, tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
@@ -124,7 +112,7 @@ def test_a_corrupt_record_loses_only_its_block(offset: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [0, 10, PAGE_BYTES, PAGE_BYTES + 3 * RECORD_BYTES + 1])
-def test_a_truncated_index_still_lists_its_remaining_records(size: int, tmp_path: Path) -> None:
+def test_a_truncated_index_still_lists_its_remaining_records(size, tmp_path):
     with opened(tmp_path) as file:
         for slot in range(NUM_SLOTS):
             write(file, slot, 1, slot, None, content(slot))
@@ -134,7 +122,7 @@ def test_a_truncated_index_still_lists_its_remaining_records(size: int, tmp_path
         assert listed(file) == {slot: slot for slot in range(whole)}
 
 
-def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
+def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
     index = bytearray((tmp_path / "index").read_bytes())
@@ -149,8 +137,8 @@ def test_a_record_that_is_not_its_slots_own_is_ignored(tmp_path: Path) -> None:
 
 
 def test_after_a_reboot_only_blocks_that_match_their_checksums_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     caplog.set_level(logging.INFO)
     with opened(tmp_path) as file:
         for slot, block in enumerate((A, B, C)):
@@ -166,9 +154,7 @@ def test_after_a_reboot_only_blocks_that_match_their_checksums_are_kept(
         assert "all blocks were read" not in caplog.text
 
 
-def test_without_a_boot_id_blocks_are_verified_on_each_opening(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_boot_id_blocks_are_verified_on_each_opening(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_records, "_BOOT_ID", tmp_path / "none")
     with opened(tmp_path) as file:
         write_roots(file, [0, 1])
@@ -177,7 +163,7 @@ def test_without_a_boot_id_blocks_are_verified_on_each_opening(
         assert listed(file) == {0: 0}
 
 
-def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) -> None:
+def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path):
     with opened(tmp_path) as file:
         write_roots(file, [1, 2])
         with no_room_beyond(PAGE_BYTES):
@@ -187,7 +173,7 @@ def test_slots_keep_their_blocks_if_the_index_cannot_be_written(tmp_path: Path) 
         assert listed(file) == {1: 1, 2: 2}
 
 
-def test_a_slot_keeps_its_block_if_its_record_cannot_be_written(tmp_path: Path) -> None:
+def test_a_slot_keeps_its_block_if_its_record_cannot_be_written(tmp_path):
     size = PAGE_BYTES  # there is room for the block itself
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=1)) as file:
         with no_room_beyond(size), pytest.raises(OSError, match="File too large"):
@@ -199,9 +185,7 @@ def test_a_slot_keeps_its_block_if_its_record_cannot_be_written(tmp_path: Path) 
         assert read(file, 0, 1) == content(A, size)
 
 
-def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(tmp_path):
     size = PAGE_BYTES
     blocks = [DiskBlock(1, named(b), None) for b in (A, B)]
     rows = [content(b, size) for b in (A, B)]
@@ -212,7 +196,7 @@ def test_a_batch_without_room_for_a_block_or_for_the_records_stores_nothing(
         assert listed(file) == {}
 
 
-def test_concurrently_written_batches_leave_each_others_records_alone(tmp_path: Path) -> None:
+def test_concurrently_written_batches_leave_each_others_records_alone(tmp_path):
     with opened(tmp_path) as file, ThreadPoolExecutor(2) as threads:
         even, odd = range(0, NUM_SLOTS, 2), range(1, NUM_SLOTS, 2)
         for generation in range(1, 100):

@@ -1,25 +1,21 @@
-from __future__ import annotations
-
 import random
 from collections import deque
 from itertools import groupby, pairwise
 
 from app.core.types import Tier
 from tests.workers.kv.words import named
-from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.slots import MAX_STALE, FreeRuns
-from workers.kv.tables import BlockTable
 
 
-def freed(*runs: tuple[int, int]) -> FreeRuns:
+def freed(*runs):
     free = FreeRuns()
     for first, last in runs:
         free.add(first, last)
     return free
 
 
-def test_the_longest_run_is_given_out_first() -> None:
+def test_the_longest_run_is_given_out_first():
     free = freed((0, 3), (10, 16), (20, 24))
     assert free.take(5) == [10, 11, 12, 13, 14]
     assert free.take(5) == [20, 21, 22, 23, 24]
@@ -27,7 +23,7 @@ def test_the_longest_run_is_given_out_first() -> None:
     assert list(free) == [16]
 
 
-def test_runs_that_meet_become_one() -> None:
+def test_runs_that_meet_become_one():
     free = freed((0, 1), (3, 5), (8, 9))
     free.add(2, 2)
     free.add(7, 7)
@@ -37,13 +33,13 @@ def test_runs_that_meet_become_one() -> None:
     assert len(free) == 0
 
 
-def longest(free: set[int]) -> int:
+def longest(free):
     """The length of the longest run."""
     runs = groupby(enumerate(sorted(free)), lambda pair: pair[1] - pair[0])
     return max((len(list(run)) for _, run in runs), default=0)
 
 
-def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_first() -> None:
+def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_first():
     rng = random.Random(0)
     free, taken_out = freed((0, 299)), set[int]()
     for _ in range(5_000):
@@ -65,14 +61,14 @@ def test_any_sequence_of_calls_gives_out_each_free_number_once_and_long_runs_fir
         assert len(free) == 300 - len(taken_out)
 
 
-def test_blocks_still_move_in_runs_after_long_use() -> None:
+def test_blocks_still_move_in_runs_after_long_use():
     """Eight conversations at a time, of which each turn repeats and extends the last one."""
     rng = random.Random(0)
     num_slots = {Tier.DEVICE: 800, Tier.HOST: 3_200}
     manager = BlockManager(num_slots, now=lambda: 0.0)
     num_blocks = num_runs = 0
 
-    def finish_all() -> None:
+    def finish_all():
         nonlocal num_blocks, num_runs
         for move in manager.take_moves():
             pairs = sorted(
@@ -82,7 +78,7 @@ def test_blocks_still_move_in_runs_after_long_use() -> None:
             num_runs += 1 + sum(b != (a[0] + 1, a[1] + 1) for a, b in pairwise(pairs))
             manager.finish(move, len(pairs))
 
-    def keep_spare(tier: Tier) -> None:
+    def keep_spare(tier):
         slots = manager.tiers[tier]
         while (short := num_slots[tier] // 8 - slots.num_free) > 0 and slots.num_idle:
             eviction = manager.evict(tier, short)
@@ -90,8 +86,8 @@ def test_blocks_still_move_in_runs_after_long_use() -> None:
             manager.withdraw(eviction)
             manager.reclaim(eviction)
 
-    chains: list[list[BlockIdentity]] = [[] for _ in range(60)]
-    running: deque[BlockTable] = deque()
+    chains = [[] for _ in range(60)]
+    running = deque()
     for n in range(1_500):
         if n == 1_000:
             num_blocks = num_runs = 0

@@ -1,11 +1,8 @@
 """The port from which workers fetch KV: what strangers may cost, and that they get nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import orjson
@@ -14,7 +11,7 @@ import pytest
 from tests.attack import kv_port
 from tests.attack.kv_port import KvPort
 from tests.eventually import eventually
-from tests.workers.kv.pairs import KIND, WORD, Pair, answer_of, pair
+from tests.workers.kv.pairs import KIND, WORD, answer_of, pair
 from tests.workers.kv.words import block, chain
 from workers.kv.identity import IDENTITY_BYTES
 from workers.kv.transfer import server
@@ -26,12 +23,12 @@ KEY = "inner"
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient(monkeypatch):
     monkeypatch.setattr(server, "ASKING_S", LONG_S)
 
 
 @asynccontextmanager
-async def connected(port: int, host: str = "127.0.0.1") -> AsyncIterator[asyncio.StreamWriter]:
+async def connected(port, host="127.0.0.1"):
     """To `port`, from the address `host`."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
     try:
@@ -40,14 +37,14 @@ async def connected(port: int, host: str = "127.0.0.1") -> AsyncIterator[asyncio
         writer.close()
 
 
-async def answered(workers: Pair, outcome: str, count: int = 1) -> None:
-    async def seen() -> int:
+async def answered(workers, outcome, count=1):
+    async def seen():
         return workers.link.answered[outcome]
 
     await eventually(seen, lambda number: number == count)
 
 
-async def test_only_who_has_the_key_gets_blocks() -> None:
+async def test_only_who_has_the_key_gets_blocks():
     async with pair(key=KEY) as workers:
         for wrong in ("", "outer", KEY + " ", KEY[:-1]):
             assert (await workers.fetch(key=wrong)).num_good == 0
@@ -56,7 +53,7 @@ async def test_only_who_has_the_key_gets_blocks() -> None:
         assert workers.link.answered == {"refused": 4, "sent": 1}
 
 
-async def test_who_is_refused_hears_why_however_much_it_has_sent() -> None:
+async def test_who_is_refused_hears_why_however_much_it_has_sent():
     async with pair(key=KEY) as workers:
         for num_blocks in (1, 1000, 100_000):
             asked = wanted_frame(
@@ -68,14 +65,14 @@ async def test_who_is_refused_hears_why_however_much_it_has_sent() -> None:
         await answered(workers, "refused", 3)
 
 
-async def test_without_the_key_nobody_declines_for_others() -> None:
+async def test_without_the_key_nobody_declines_for_others():
     async with pair(key=KEY) as workers:
         nothing = wanted_frame(BlocksRequest(workers.transfer_id, (), {}), "")
         await answer_of(workers.port, nothing[4:])
         assert len(workers.kept.tables) == 1
 
 
-async def test_a_proof_is_of_use_for_one_id_alone() -> None:
+async def test_a_proof_is_of_use_for_one_id_alone():
     async with pair(key=KEY) as workers:
         asked = {
             "version": VERSION,
@@ -88,7 +85,7 @@ async def test_a_proof_is_of_use_for_one_id_alone() -> None:
         assert len(workers.kept.tables) == 1
 
 
-async def test_a_target_with_a_key_fetches_from_a_source_that_needs_none() -> None:
+async def test_a_target_with_a_key_fetches_from_a_source_that_needs_none():
     async with pair() as workers:
         assert (await workers.fetch(key=KEY)).num_good == 5
 
@@ -96,7 +93,7 @@ async def test_a_target_with_a_key_fetches_from_a_source_that_needs_none() -> No
 @pytest.mark.parametrize(
     "begun", [b"", b"\x10\0", b"\x10\0\0\0{", wanted_frame(BlocksRequest("x", (), {}), "")[:-1]]
 )
-async def test_connections_that_never_ask_keep_nobody_out(begun: bytes) -> None:
+async def test_connections_that_never_ask_keep_nobody_out(begun):
     async with pair() as workers, AsyncExitStack() as stack:
         for _ in range(2 * server.MAX_ASKING):
             silent = await stack.enter_async_context(connected(workers.port))
@@ -105,11 +102,11 @@ async def test_connections_that_never_ask_keep_nobody_out(begun: bytes) -> None:
         assert (await workers.fetch()).num_good == 5
 
 
-async def test_other_work_goes_on_while_many_connect_at_once() -> None:
+async def test_other_work_goes_on_while_many_connect_at_once():
     async with pair() as workers, AsyncExitStack() as stack:
         num_turns = 0
 
-        async def work() -> None:
+        async def work():
             nonlocal num_turns
             while True:
                 await asyncio.sleep(0)
@@ -124,7 +121,7 @@ async def test_other_work_goes_on_while_many_connect_at_once() -> None:
         assert num_turns >= 100
 
 
-async def test_a_peer_with_many_connections_takes_none_from_another() -> None:
+async def test_a_peer_with_many_connections_takes_none_from_another():
     async with pair() as workers, AsyncExitStack() as stack:
         first = await stack.enter_async_context(connected(workers.port, "127.0.0.2"))
         for _ in range(2 * server.MAX_ASKING):
@@ -134,11 +131,11 @@ async def test_a_peer_with_many_connections_takes_none_from_another() -> None:
         await answered(workers, "declined")
 
 
-async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch):
     monkeypatch.setattr(server, "ASKING_S", 0.2)
     async with pair() as workers, connected(workers.port) as writer:
 
-        async def one_more() -> int:
+        async def one_more():
             writer.write(b"\1")
             return workers.link.answered["stalled"]
 
@@ -146,7 +143,7 @@ async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.Mon
         await eventually(one_more, lambda number: number == 1)
 
 
-async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept() -> None:
+async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept():
     async with pair() as workers, connected(workers.port) as writer:
         # None of the blocks follow: an answer comes without them.
         writer.write(
@@ -155,14 +152,14 @@ async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept() -> None:
         await answered(workers, "refused")
 
 
-async def test_a_block_that_is_asked_for_twice_travels_once() -> None:
+async def test_a_block_that_is_asked_for_twice_travels_once():
     async with pair() as workers, connected(workers.port) as writer:
         blocks = [*chain(WORD)[:2], chain(WORD)[1], *chain(WORD)[2:]]
         writer.write(wanted_frame(BlocksRequest(workers.transfer_id, blocks, KIND), ""))
         await answered(workers, "sent")
 
 
-async def test_more_blocks_than_a_prompt_has_are_refused() -> None:
+async def test_more_blocks_than_a_prompt_has_are_refused():
     async with pair() as workers:
         asked = {
             "version": VERSION,
@@ -174,16 +171,16 @@ async def test_more_blocks_than_a_prompt_has_are_refused() -> None:
         assert b"asks for no blocks" in await answer_of(workers.port, orjson.dumps(asked))
 
 
-async def test_a_kind_that_names_more_is_another() -> None:
+async def test_a_kind_that_names_more_is_another():
     async with pair() as workers:
         assert (await workers.fetch(kind=KIND | {"more": "x"})).num_good == 0
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+def lines(caplog):
     return (r.getMessage() for r in caplog.records if r.name.startswith("workers.kv.transfer"))
 
 
-async def test_what_strangers_send_takes_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_strangers_send_takes_one_short_line(caplog):
     caplog.set_level(logging.INFO)
     async with pair() as workers:
         for number in range(30):
@@ -195,10 +192,8 @@ async def test_what_strangers_send_takes_one_short_line(caplog: pytest.LogCaptur
         assert len(line) < 400
 
 
-async def test_a_surprise_ends_one_connection_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: object) -> None:
+async def test_a_surprise_ends_one_connection_alone(caplog, monkeypatch):
+    async def broken(*_):
         raise ZeroDivisionError
 
     async with pair() as workers:
@@ -209,7 +204,7 @@ async def test_a_surprise_ends_one_connection_alone(
         assert (await workers.fetch()).num_good == 5
 
 
-def test_a_million_strangers_are_remembered_as_a_few() -> None:
+def test_a_million_strangers_are_remembered_as_a_few():
     complaints = server.Complaints(logging.getLogger("nobody"))
     for number in range(100_000):
         complaints.say(f"2001:db8::{number:x}", "refused", ValueError("x"))
@@ -217,7 +212,7 @@ def test_a_million_strangers_are_remembered_as_a_few() -> None:
 
 
 @pytest.mark.slow
-async def test_the_attack_program_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_attack_program_finds_nothing(monkeypatch):
     monkeypatch.setattr(server, "ASKING_S", 2.0)
     async with pair(key=KEY) as workers:
         for key in ("", KEY):
@@ -227,9 +222,7 @@ async def test_the_attack_program_finds_nothing(monkeypatch: pytest.MonkeyPatch)
         assert (await workers.fetch(key=KEY)).num_good == 5
 
 
-async def test_the_attack_program_sees_a_port_that_keeps_workers_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_attack_program_sees_a_port_that_keeps_workers_out(monkeypatch):
     monkeypatch.setattr(kv_port, "PROBE_TIMEOUT_S", 0.1)
     async with pair() as workers:
         attack = KvPort("127.0.0.1", workers.port)
@@ -238,5 +231,5 @@ async def test_the_attack_program_sees_a_port_that_keeps_workers_out(
             await eventually(lambda: _length(attack.problems), bool)
 
 
-async def _length(problems: list[str]) -> int:
+async def _length(problems):
     return len(problems)

@@ -1,9 +1,5 @@
 """The block manager. Prompts are words; see words.py."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from app.core.errors import NotEnoughBlocks
@@ -30,7 +26,7 @@ from workers.kv.manager import BlockManager
 from workers.kv.moves import AdmissionPolicy
 
 
-def test_blocks_of_a_running_request_are_shared() -> None:
+def test_blocks_of_a_running_request_are_shared():
     manager = manager_of(8)
     first = computed(manager, "ABCD", tail=1)
     second = manager.prepare(chain("ABXY"), 4)
@@ -46,7 +42,7 @@ def test_blocks_of_a_running_request_are_shared() -> None:
     assert free(manager) == 4
 
 
-def test_a_request_gets_all_the_slots_it_needs_or_none() -> None:
+def test_a_request_gets_all_the_slots_it_needs_or_none():
     manager = manager_of(8)
     computed(manager, "ABCD")
     with pytest.raises(NotEnoughBlocks, match="not enough blocks: 5 needed, 4 free") as refused:
@@ -58,7 +54,7 @@ def test_a_request_gets_all_the_slots_it_needs_or_none() -> None:
     assert free(manager) == 0
 
 
-def test_a_refused_request_is_told_how_many_evictable_blocks_it_would_keep() -> None:
+def test_a_refused_request_is_told_how_many_evictable_blocks_it_would_keep():
     manager = manager_of(8, host=8)
     cached(manager, "ABC")
     manager.prepare(chain("A"), 1)
@@ -69,12 +65,12 @@ def test_a_refused_request_is_told_how_many_evictable_blocks_it_would_keep() -> 
     assert (refused.value.needed, refused.value.free, refused.value.kept) == (6, 5, 2)
 
 
-def test_a_prefix_of_more_blocks_than_slots_is_refused() -> None:
+def test_a_prefix_of_more_blocks_than_slots_is_refused():
     with pytest.raises(ValueError, match="3 blocks do not fit into 2"):
         manager_of().prepare(chain("ABC"), 2)
 
 
-def test_a_block_that_two_requests_computed_is_kept_once() -> None:
+def test_a_block_that_two_requests_computed_is_kept_once():
     manager = manager_of(8)
     first, second = (manager.prepare(chain("AB"), 3) for _ in range(2))
     manager.register(first, chain("AB"))
@@ -86,7 +82,7 @@ def test_a_block_that_two_requests_computed_is_kept_once() -> None:
     assert manager.take_events() == [Stored(hashes("AB"), None)]
 
 
-def test_slots_that_were_never_filled_are_reused_first() -> None:
+def test_slots_that_were_never_filled_are_reused_first():
     manager = manager_of(4)
     table = manager.prepare(chain("AB"), 4)
     manager.register(table, chain("AB"))
@@ -96,7 +92,7 @@ def test_slots_that_were_never_filled_are_reused_first() -> None:
     assert manager.match(chain("AB")) == [DEVICE] * 2
 
 
-def test_the_tier_below_evicts_in_the_same_order() -> None:
+def test_the_tier_below_evicts_in_the_same_order():
     manager = manager_of(device=8, host=8)
     cached(manager, "ABC")
     cached(manager, "XY")
@@ -114,7 +110,7 @@ def test_the_tier_below_evicts_in_the_same_order() -> None:
     assert [s.block for s in from_host.leaving] == [s.block for s in from_device.leaving]
 
 
-def test_use_in_a_faster_tier_keeps_a_block_recent_in_a_slower_one() -> None:
+def test_use_in_a_faster_tier_keeps_a_block_recent_in_a_slower_one():
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
     cached(manager, "A")
@@ -137,7 +133,7 @@ def test_use_in_a_faster_tier_keeps_a_block_recent_in_a_slower_one() -> None:
     assert manager.idle_before_evict_s == pytest.approx(16 + (6 - 16) / 200)
 
 
-def test_eviction_for_a_request_spares_the_blocks_it_found() -> None:
+def test_eviction_for_a_request_spares_the_blocks_it_found():
     manager = manager_of(8)
     cached(manager, "ABC")
     cached(manager, "WXYZ")
@@ -148,7 +144,7 @@ def test_eviction_for_a_request_spares_the_blocks_it_found() -> None:
     assert manager.prepare(chain("ABCDE"), 5).num_matched == 3
 
 
-def test_if_not_all_can_be_stored_the_heads_of_the_most_recent_chains_are() -> None:
+def test_if_not_all_can_be_stored_the_heads_of_the_most_recent_chains_are():
     manager = manager_of(device=8, host=3)
     cached(manager, "ABC")
     cached(manager, "XY")
@@ -158,7 +154,7 @@ def test_if_not_all_can_be_stored_the_heads_of_the_most_recent_chains_are() -> N
     assert manager.counts.stores_dropped == 2
 
 
-def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier() -> None:
+def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier():
     clock = Clock()
     manager = manager_of(device=8, host=8, clock=clock)
     cached(manager, "AB")
@@ -178,7 +174,7 @@ def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier() -> Non
     assert manager.idle_before_evict_s == pytest.approx(75 + (45 - 75) / 200)
 
 
-def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None:
+def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back():
     manager = manager_of(4)
     cached(manager, "ABC")
     manager.take_events()
@@ -199,7 +195,7 @@ def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back() -> None
     assert manager.counts.evicted == 1
 
 
-def test_a_block_called_back_and_chosen_again_is_not_reclaimed_by_the_first_eviction() -> None:
+def test_a_block_called_back_and_chosen_again_is_not_reclaimed_by_the_first_eviction():
     manager = manager_of(4)
     cached(manager, "A")
     first = manager.evict(DEVICE, 1)
@@ -217,7 +213,7 @@ def test_a_block_called_back_and_chosen_again_is_not_reclaimed_by_the_first_evic
     assert manager.match(chain("A")) == []
 
 
-def test_blocks_that_another_request_fills_first_replace_a_requests_own_slots() -> None:
+def test_blocks_that_another_request_fills_first_replace_a_requests_own_slots():
     manager = manager_of(12, reuse_multiple=2)
     late = manager.prepare(chain("ABCDX"), 6)
     computed(manager, "ABCD", tail=1)
@@ -230,7 +226,7 @@ def test_blocks_that_another_request_fills_first_replace_a_requests_own_slots() 
     assert free(manager) == 5
 
 
-def test_reuse_is_cut_to_a_multiple_of_the_blocks_computed_at_once() -> None:
+def test_reuse_is_cut_to_a_multiple_of_the_blocks_computed_at_once():
     manager = manager_of(12, host=4, reuse_multiple=2)
     cached(manager, "ABCD")
     assert manager.prepare(chain("ABCX"), 4).num_matched == 2
@@ -245,7 +241,7 @@ def test_reuse_is_cut_to_a_multiple_of_the_blocks_computed_at_once() -> None:
     assert len(table.slots) == 5
 
 
-def test_adopted_blocks_are_found_and_announced() -> None:
+def test_adopted_blocks_are_found_and_announced():
     manager = manager_of(4, disk=4)
     manager.adopt(DISK, [(2, 5, block("A"), None), (0, 7, block("AB"), block("A"))])
     manager.check()
@@ -257,7 +253,7 @@ def test_adopted_blocks_are_found_and_announced() -> None:
     assert table.loads[0].generations == [5, 7]
 
 
-def test_a_block_adopted_from_two_slots_is_found_once() -> None:
+def test_a_block_adopted_from_two_slots_is_found_once():
     manager = manager_of(4, disk=4)
     a, ab = chain("AB")
     manager.adopt(DISK, [(0, 3, ab, a), (1, 2, a, None), (3, 8, ab, a)])
@@ -271,7 +267,7 @@ def test_a_block_adopted_from_two_slots_is_found_once() -> None:
     assert {slot.block_id: slot.generation for slot in again.targets} == {2: 0, 3: 9}
 
 
-def test_adopted_tails_are_evicted_before_the_blocks_they_continue() -> None:
+def test_adopted_tails_are_evicted_before_the_blocks_they_continue():
     manager = manager_of(4, disk=8)
     blocks = [*chain("ABC"), *chain("XY"), *chain("ABDE")[2:]]
     parents = [None, *blocks[:2], None, blocks[3], blocks[1], blocks[5]]
@@ -280,7 +276,7 @@ def test_adopted_tails_are_evicted_before_the_blocks_they_continue() -> None:
     assert order == [block(w) for w in ("ABC", "XY", "ABDE", "X", "ABD", "AB", "A")]
 
 
-def test_nothing_leaks_after_a_thousand_cancelled_requests() -> None:
+def test_nothing_leaks_after_a_thousand_cancelled_requests():
     manager = manager_of(64, host=64)
     cached(manager, "ABCDEFGH")
     evict(manager, DEVICE, 8)
@@ -302,19 +298,19 @@ def test_nothing_leaks_after_a_thousand_cancelled_requests() -> None:
     assert free(manager, HOST) + idle(manager, HOST) == 64
 
 
-def test_a_manager_needs_slots_on_the_device() -> None:
+def test_a_manager_needs_slots_on_the_device():
     with pytest.raises(ValueError, match="needs slots on the device"):
         manager_of(0, host=4)
     with pytest.raises(ValueError, match="a tier of 0 slots"):
         BlockManager({DEVICE: 0}, now=Clock())
 
 
-def workload(num_blocks: int) -> Callable[[], None]:
+def workload(num_blocks):
     """Every operation on `num_blocks` blocks, in each of three tiers."""
     blocks = [named(n + 1) for n in range(num_blocks)]
     manager = manager_of(num_blocks, num_blocks, num_blocks, max_storing=num_blocks)
 
-    def work() -> None:
+    def work():
         table = manager.prepare(blocks, num_blocks)
         manager.register(table, blocks)
         manager.release(table)
@@ -335,6 +331,6 @@ def workload(num_blocks: int) -> Callable[[], None]:
     return work
 
 
-def test_the_cost_grows_linearly_with_the_number_of_blocks() -> None:
+def test_the_cost_grows_linearly_with_the_number_of_blocks():
     few, many = (count_calls(workload(n)) for n in (1_000, 10_000))
     assert 9 < many / few < 11

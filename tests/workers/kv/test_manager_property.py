@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from app.core.errors import NotEnoughBlocks
 from app.core.types import Tier
-from tests.workers.kv.block_model import BlockModel, Copy, ModelEviction, Table
+from tests.workers.kv.block_model import BlockModel, Table
 from tests.workers.kv.cache_model import CacheModel
 from tests.workers.kv.words import named
 from workers.kv.identity import BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
 from workers.kv.moves import AdmissionPolicy, WritePolicy
-from workers.kv.slots import Move, block_of
-from workers.kv.tables import BlockTable, Eviction
+from workers.kv.slots import block_of
+from workers.kv.tables import BlockTable
 
 NUM_STEPS = 2_500
 MAX_LENGTH = 9
 
 
-def some_chains(rng: random.Random) -> list[list[BlockIdentity]]:
+def some_chains(rng):
     """Prompts that diverge from one another early and late."""
-    chains: list[list[BlockIdentity]] = []
+    chains = []
     for n in range(8):
         stem = rng.choice(chains)[: rng.randrange(MAX_LENGTH)] if chains else []
         # Two chains each have the same sequence hashes.
@@ -48,7 +47,7 @@ class Request:
 class Run:
     """Applies the same operations to the manager and to the model, and compares the two."""
 
-    def __init__(self, seed: int, num_slots: dict[Tier, int], write: WritePolicy) -> None:
+    def __init__(self, seed, num_slots, write):
         self.rng = random.Random(seed)
         self.chains = some_chains(self.rng)
         admission = AdmissionPolicy(min_uses=self.rng.choice((1, 2)))
@@ -64,15 +63,15 @@ class Run:
             max_storing=9,
             now=lambda: self.model.now,
         )
-        self.requests: list[Request] = []
-        self.moves: list[tuple[Move, Copy]] = []
-        self.evictions: list[tuple[Eviction, ModelEviction]] = []
-        self.withdrawn: list[tuple[Eviction, ModelEviction]] = []
+        self.requests = []
+        self.moves = []
+        self.evictions = []
+        self.withdrawn = []
         self.published = CacheModel()
-        self.done: Counter[str] = Counter()
+        self.done = Counter()
 
-    def step(self) -> None:
-        steps: list[tuple[Callable[[], None], float]] = [
+    def step(self):
+        steps = [
             (self.prepare, 10),
             (self.register, 10),
             (self.share, 4),
@@ -90,7 +89,7 @@ class Run:
         self.done[step.__name__] += 1
         self.compare()
 
-    def prepare(self) -> None:
+    def prepare(self):
         chain = self.rng.choice(self.chains)
         prefix = chain[: self.rng.choice((MAX_LENGTH, self.rng.randrange(MAX_LENGTH + 1)))]
         num_blocks = len(prefix) + self.rng.randrange(3)
@@ -104,7 +103,7 @@ class Run:
         assert real.num_matched == plain.num_matched
         self.requests.append(Request(chain, real, plain))
 
-    def register(self) -> None:
+    def register(self):
         if not self.requests:
             return
         request = self.rng.choice(self.requests)
@@ -115,7 +114,7 @@ class Run:
             self.manager.register(request.real, blocks)
             self.model.register(request.plain, blocks)
 
-    def share(self) -> None:
+    def share(self):
         if not self.requests:
             return
         request = self.rng.choice(self.requests)
@@ -125,19 +124,19 @@ class Run:
                 request.plain, prefix
             )
 
-    def is_whole(self, request: Request) -> bool:
+    def is_whole(self, request):
         assert request.real.num_whole == self.model.num_whole(request.plain)
         assert request.real.chain == request.plain.chain
         return request.real.num_whole == request.real.num_matched
 
-    def release(self) -> None:
+    def release(self):
         """Release a request in any state: still loading, or with some or all blocks full."""
         if self.requests:
             request = self.requests.pop(self.rng.randrange(len(self.requests)))
             self.manager.release(request.real)
             self.model.release(request.plain)
 
-    def fall_back(self) -> None:
+    def fall_back(self):
         broken = [r for r in self.requests if r.real.is_ready and not self.is_whole(r)]
         if not broken:
             return
@@ -150,7 +149,7 @@ class Run:
                 self.manager.fall_back(request.real)
             self.requests.remove(request)
 
-    def finish(self) -> None:
+    def finish(self):
         if not self.moves:
             return
         move, copy = self.rng.choice(self.moves)
@@ -163,14 +162,14 @@ class Run:
         self.manager.finish(move, num_done)
         self.model.finish(copy, num_done)
 
-    def evict(self) -> None:
+    def evict(self):
         tier = self.rng.choice(list(self.manager.tiers))
         count = self.rng.randrange(1, 12)
         real, plain = self.manager.evict(tier, count), self.model.evict(tier, count)
         assert [slot.block for slot in real.leaving] == [cell.block for cell in plain.cells]
         self.evictions.append((real, plain))
 
-    def withdraw(self) -> None:
+    def withdraw(self):
         ready = [(r, p) for r, p in self.evictions if r.store is None or r.store.finished]
         if not ready:
             return
@@ -180,19 +179,19 @@ class Run:
         self.model.withdraw(eviction[1])
         self.withdrawn.append(eviction)
 
-    def reclaim(self) -> None:
+    def reclaim(self):
         if self.withdrawn:
             real, plain = self.withdrawn.pop(self.rng.randrange(len(self.withdrawn)))
             assert self.manager.reclaim(real) == self.model.reclaim(plain)
 
-    def prefetch(self) -> None:
+    def prefetch(self):
         chain = self.rng.choice(self.chains)
         assert self.manager.prefetch(chain) == self.model.prefetch(chain)
 
-    def wait(self) -> None:
+    def wait(self):
         self.model.now += self.rng.random()
 
-    def compare(self) -> None:
+    def compare(self):
         self.manager.check()
         real_moves = self.manager.take_moves()
         known = [copy for _, copy in self.moves]
@@ -218,7 +217,7 @@ class Run:
                 held = {hash_of(block_of(slot)) for slot in self.manager.tiers[tier].registered()}
                 assert hash_of(chain[-1]) in held
 
-    def end(self) -> None:
+    def end(self):
         """Release all requests and finish all copies: after that, no slot is in use."""
         while self.requests:
             self.release()
@@ -239,8 +238,8 @@ TIERS = [
 
 @pytest.mark.parametrize("write", WritePolicy, ids=lambda policy: policy.value)
 @pytest.mark.parametrize("num_slots", TIERS, ids=len)
-def test_the_manager_behaves_like_the_model(num_slots: dict[Tier, int], write: WritePolicy) -> None:
-    done: Counter[str] = Counter()
+def test_the_manager_behaves_like_the_model(num_slots, write):
+    done = Counter()
     for seed in range(2):
         run = Run(seed, num_slots, write)
         for _ in range(NUM_STEPS):

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ ODD = KVShape(num_layers=2, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, b
 """36 bytes a layer, which are not a whole number of 8-byte words."""
 
 
-def test_a_block_is_one_row_of_all_layers_keys_before_values() -> None:
+def test_a_block_is_one_row_of_all_layers_keys_before_values():
     assert SMALL.layer_shape == (2, 2, 8, 4)
     assert SMALL.layer_bytes == 2 * 2 * 8 * 4 * 4
     assert SMALL.block_bytes == 3 * SMALL.layer_bytes
@@ -31,13 +28,13 @@ def test_a_block_is_one_row_of_all_layers_keys_before_values() -> None:
     assert pool.kv.data_ptr() == pool.words.data_ptr()
 
 
-def test_ranks_share_the_heads() -> None:
+def test_ranks_share_the_heads():
     shape = replace(SMALL, tp_size=4, tp_rank=3)
     assert shape.num_heads == 2
     assert shape.block_bytes * 4 == SMALL.block_bytes
 
 
-def test_layers_are_padded_to_a_whole_number_of_words() -> None:
+def test_layers_are_padded_to_a_whole_number_of_words():
     assert ODD.layer_bytes == 36
     assert ODD.layer_words == 5
     assert ODD.block_bytes == 80
@@ -64,20 +61,20 @@ def test_layers_are_padded_to_a_whole_number_of_words() -> None:
         ("dtype", torch.complex64, "dtype: needs a numeric type, got torch.complex64"),
     ],
 )
-def test_an_invalid_shape_is_refused(field: str, value: Any, message: str) -> None:
+def test_an_invalid_shape_is_refused(field, value, message):
     with pytest.raises(ConfigError) as refused:
         replace(SMALL, **{field: value})
     assert str(refused.value) == message
 
 
-def test_a_pool_that_is_empty_or_too_large_for_memory_is_refused() -> None:
+def test_a_pool_that_is_empty_or_too_large_for_memory_is_refused():
     with pytest.raises(ConfigError, match="num_blocks: needs an integer of at least 1, got 0"):
         MemoryPool(SMALL, 0)
     with pytest.raises(ConfigError, match="num_blocks: cpu has no room for 1000000000000000 bl"):
         MemoryPool(SMALL, 10**15)
 
 
-def test_pageable_memory_is_advised_to_use_huge_pages() -> None:
+def test_pageable_memory_is_advised_to_use_huge_pages():
     pool = MemoryPool(SMALL, 1000)
     assert not pool.words.any()
     mappings = re.findall(
@@ -93,13 +90,13 @@ def test_pageable_memory_is_advised_to_use_huge_pages() -> None:
     assert "hg" in flags
 
 
-def test_different_block_shapes_have_different_fingerprints() -> None:
+def test_different_block_shapes_have_different_fingerprints():
     shapes = [SMALL, ODD, replace(SMALL, tp_size=2), replace(SMALL, tp_size=2, tp_rank=1)]
     assert len({shape.fingerprint for shape in shapes}) == len(shapes)
     assert replace(SMALL).fingerprint == SMALL.fingerprint
 
 
-def test_whether_host_memory_is_pinned_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_whether_host_memory_is_pinned_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     memory._pins_host_memory.cache_clear()
     pools = [host_pool(SMALL, 2) for _ in range(3)]
@@ -108,7 +105,7 @@ def test_whether_host_memory_is_pinned_is_logged_once(caplog: pytest.LogCaptureF
     assert caplog.messages == [f"host memory for KV blocks is {kind}"]
 
 
-def test_block_ids_must_be_in_range_and_unique() -> None:
+def test_block_ids_must_be_in_range_and_unique():
     assert checked_ids([2, 0], 3).tolist() == [2, 0]
     with pytest.raises(ValueError, match="block 3 is not in a pool of 3 blocks"):
         checked_ids([0, 3], 3)
@@ -123,7 +120,7 @@ def test_block_ids_must_be_in_range_and_unique() -> None:
 
 
 @pytest.mark.gpu
-def test_device_pools_hold_the_content_of_host_pools() -> None:
+def test_device_pools_hold_the_content_of_host_pools():
     host = filled(host_pool(ODD, 4))
     device = MemoryPool(ODD, 4, "cuda")
     assert host.words.is_pinned()

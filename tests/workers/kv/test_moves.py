@@ -1,7 +1,5 @@
 """Blocks on their way between tiers. Prompts are words; see words.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -26,7 +24,7 @@ from tests.workers.kv.words import (
 from workers.kv.moves import AdmissionPolicy, WritePolicy
 
 
-def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> None:
+def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there():
     manager = manager_of(4, host=4)
     cached(manager, "ABCD")
     manager.take_events()
@@ -52,7 +50,7 @@ def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there() -> 
     assert manager.counts.loaded == manager.counts.stored == 3
 
 
-def test_a_prompt_whose_blocks_alternate_between_tiers_is_matched_in_one_go() -> None:
+def test_a_prompt_whose_blocks_alternate_between_tiers_is_matched_in_one_go():
     manager = manager_of(8, host=8, disk=8)
     blocks = chain("ABCDE")
     held = [(n, 0, block, blocks[n - 1] if n else None) for n, block in enumerate(blocks)]
@@ -66,7 +64,7 @@ def test_a_prompt_whose_blocks_alternate_between_tiers_is_matched_in_one_go() ->
     assert table.num_whole == 5
 
 
-def test_requests_that_share_a_loading_prefix_load_it_once() -> None:
+def test_requests_that_share_a_loading_prefix_load_it_once():
     manager = manager_of(8, host=4)
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
@@ -80,7 +78,7 @@ def test_requests_that_share_a_loading_prefix_load_it_once() -> None:
     assert manager.counts.loaded == 3
 
 
-def test_a_load_outlives_the_request_that_wanted_it() -> None:
+def test_a_load_outlives_the_request_that_wanted_it():
     manager = manager_of(4, host=4)
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
@@ -95,7 +93,7 @@ def test_a_load_outlives_the_request_that_wanted_it() -> None:
     assert idle(manager) == 3
 
 
-def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_block() -> None:
+def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_block():
     manager = manager_of(12, host=4)
     cached(manager, "ABCD")
     evict(manager, DEVICE, 4)
@@ -122,7 +120,7 @@ def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_
     assert (counts.failed, counts.fallbacks, counts.recomputed) == (3, 2, 6)
 
 
-def test_a_request_that_cannot_fall_back_is_released() -> None:
+def test_a_request_that_cannot_fall_back_is_released():
     manager = manager_of(5, host=4)
     cached(manager, "ABCD")
     evict(manager, DEVICE, 4)
@@ -136,7 +134,7 @@ def test_a_request_that_cannot_fall_back_is_released() -> None:
     assert free(manager) == 1
 
 
-def test_write_through_stores_blocks_as_soon_as_they_are_full() -> None:
+def test_write_through_stores_blocks_as_soon_as_they_are_full():
     manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
     table = manager.prepare(chain("AB"), 3)
     manager.register(table, chain("AB"))
@@ -150,7 +148,7 @@ def test_write_through_stores_blocks_as_soon_as_they_are_full() -> None:
     assert manager.match(chain("AB")) == [HOST] * 2
 
 
-def test_blocks_are_stored_once_they_were_used_min_uses_times() -> None:
+def test_blocks_are_stored_once_they_were_used_min_uses_times():
     manager = manager_of(4, host=4, admission=AdmissionPolicy(min_uses=2))
     cached(manager, "AB")
     cached(manager, "A")
@@ -159,7 +157,7 @@ def test_blocks_are_stored_once_they_were_used_min_uses_times() -> None:
     assert manager.counts.stores_dropped == 0
 
 
-def test_earlier_uses_of_an_evicted_block_count_when_it_is_computed_again() -> None:
+def test_earlier_uses_of_an_evicted_block_count_when_it_is_computed_again():
     manager = manager_of(4, host=4, admission=AdmissionPolicy(min_uses=2))
     cached(manager, "AB")
     evict(manager, DEVICE, 2)
@@ -169,7 +167,7 @@ def test_earlier_uses_of_an_evicted_block_count_when_it_is_computed_again() -> N
     assert manager.match(chain("AB")) == [HOST] * 2
 
 
-def test_uses_are_remembered_for_as_many_evicted_blocks_as_the_device_has_slots() -> None:
+def test_uses_are_remembered_for_as_many_evicted_blocks_as_the_device_has_slots():
     manager = manager_of(2, host=4, admission=AdmissionPolicy(min_uses=2))
     for word in "ABCCA":
         cached(manager, word)
@@ -178,7 +176,7 @@ def test_uses_are_remembered_for_as_many_evicted_blocks_as_the_device_has_slots(
     assert manager.match(chain("A")) == []
 
 
-def test_uses_are_remembered_for_the_blocks_last_evicted_from_any_tier() -> None:
+def test_uses_are_remembered_for_the_blocks_last_evicted_from_any_tier():
     manager = manager_of(2, host=4)
     for word in "AB":
         cached(manager, word)
@@ -191,7 +189,7 @@ def test_uses_are_remembered_for_the_blocks_last_evicted_from_any_tier() -> None
     assert manager.match(chain("A")) == [HOST]
 
 
-def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from() -> None:
+def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from():
     manager = manager_of(8, host=4, disk=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
     finish_all(manager)
@@ -210,7 +208,7 @@ def test_a_tier_slower_than_computing_is_neither_stored_to_nor_loaded_from() -> 
     assert finish_all(manager) == []
 
 
-def test_stores_beyond_the_limit_are_dropped_but_loads_are_not() -> None:
+def test_stores_beyond_the_limit_are_dropped_but_loads_are_not():
     manager = manager_of(12, host=8, max_storing=3)
     cached(manager, "ABCDEF")
     eviction = manager.evict(DEVICE, 6)
@@ -227,7 +225,7 @@ def test_stores_beyond_the_limit_are_dropped_but_loads_are_not() -> None:
     assert len(manager.prepare(chain("ABCDEF"), 6).loads[0].blocks) == 6
 
 
-def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host() -> None:
+def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host():
     manager = manager_of(8, host=8, disk=8, max_storing=3)
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
@@ -243,7 +241,7 @@ def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host() -
     manager.check()
 
 
-def test_a_block_that_is_being_stored_is_neither_stored_again_nor_evicted() -> None:
+def test_a_block_that_is_being_stored_is_neither_stored_again_nor_evicted():
     manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
     (store,) = manager.take_moves()
@@ -254,7 +252,7 @@ def test_a_block_that_is_being_stored_is_neither_stored_again_nor_evicted() -> N
     assert free(manager, HOST) == 2
 
 
-def test_blocks_that_a_store_failed_to_copy_hold_no_slots_below() -> None:
+def test_blocks_that_a_store_failed_to_copy_hold_no_slots_below():
     manager = manager_of(4, host=4)
     cached(manager, "ABC")
     eviction = manager.evict(DEVICE, 3)
@@ -267,7 +265,7 @@ def test_blocks_that_a_store_failed_to_copy_hold_no_slots_below() -> None:
     assert manager.counts.failed == 2
 
 
-def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load() -> None:
+def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load():
     manager = manager_of(8, host=3, disk=8)
     cached(manager, "ABCDE")
     for tier, count in ((DEVICE, 2), (HOST, 2), (DEVICE, 3)):
@@ -290,7 +288,7 @@ def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load() -> None
     assert manager.prefetch(chain("ABCDE")) == 0
 
 
-def test_a_block_that_is_computed_while_it_is_loaded_keeps_its_own_slot() -> None:
+def test_a_block_that_is_computed_while_it_is_loaded_keeps_its_own_slot():
     manager = manager_of(4, host=4)
     table = manager.prepare(chain("A"), 1)
     cached(manager, "A")

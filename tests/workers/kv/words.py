@@ -1,57 +1,48 @@
 """Prompts of one-letter blocks, and a block manager without copies. Each block is named by the
 letters up to it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity, hash_of
 from workers.kv.manager import BlockManager
-from workers.kv.slots import Move
-from workers.kv.tables import BlockTable, Eviction
 
 DEVICE, HOST, DISK = Tier
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def named(number: int, twin: int = 0) -> BlockIdentity:
+def named(number, twin=0):
     """A block whose sequence hash is `number`. twin: tells those apart that have the same."""
     return BlockIdentity(bytes([twin]) + number.to_bytes(IDENTITY_BYTES - 1))
 
 
-def chain(word: str) -> list[BlockIdentity]:
+def chain(word):
     """The blocks of `word`: for `ABC`, those of A, AB and ABC."""
     return [named(int.from_bytes(word[: n + 1].encode())) for n in range(len(word))]
 
 
-def block(word: str) -> BlockIdentity:
+def block(word):
     return chain(word)[-1]
 
 
-def hashes(word: str) -> tuple[SequenceHash, ...]:
+def hashes(word):
     """Of the blocks of `word`, as events have them."""
     return tuple(map(hash_of, chain(word)))
 
 
-def manager_of(
-    device: int = 8, host: int = 0, disk: int = 0, clock: Clock | None = None, **options: Any
-) -> BlockManager:
+def manager_of(device=8, host=0, disk=0, clock=None, **options):
     sizes = {tier: size for tier, size in zip(Tier, (device, host, disk), strict=True) if size}
     return BlockManager(sizes, now=clock or Clock(), **options)
 
 
-def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
+def computed(manager, word, tail=0):
     """A request that has filled the blocks of `word` and holds `tail` more slots."""
     table = manager.prepare(chain(word), len(word) + tail)
     finish_all(manager)
@@ -60,13 +51,13 @@ def computed(manager: BlockManager, word: str, tail: int = 0) -> BlockTable:
     return table
 
 
-def cached(manager: BlockManager, word: str) -> None:
+def cached(manager, word):
     """Compute the blocks of `word` and release them."""
     manager.release(computed(manager, word))
     manager.check()
 
 
-def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]:
+def finish_all(manager, num_done=None):
     """Finish all planned moves; in each, `num_done` blocks were copied, or all if None."""
     finished = []
     while moves := manager.take_moves():
@@ -77,7 +68,7 @@ def finish_all(manager: BlockManager, num_done: int | None = None) -> list[Move]
     return finished
 
 
-def evict(manager: BlockManager, tier: Tier, count: int) -> Eviction:
+def evict(manager, tier, count):
     """A whole eviction: choose, store, withdraw and reclaim."""
     eviction = manager.evict(tier, count)
     finish_all(manager)
@@ -87,19 +78,19 @@ def evict(manager: BlockManager, tier: Tier, count: int) -> Eviction:
     return eviction
 
 
-def free(manager: BlockManager, tier: Tier = DEVICE) -> int:
+def free(manager, tier=DEVICE):
     return manager.tiers[tier].num_free
 
 
-def idle(manager: BlockManager, tier: Tier = DEVICE) -> int:
+def idle(manager, tier=DEVICE):
     return manager.tiers[tier].num_idle
 
 
-def count_calls(work: Callable[[], None]) -> int:
+def count_calls(work):
     """Number of calls of Python and C functions."""
     count = 0
 
-    def see(frame: FrameType, event: str, argument: object) -> None:
+    def see(frame, event, argument):
         nonlocal count
         count += event in ("call", "c_call")
 

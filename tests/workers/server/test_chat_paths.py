@@ -1,12 +1,7 @@
 """Chats of our own engines."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 
 from app.simulation.engine import SimEngine
@@ -25,7 +20,7 @@ CHATS = "/v1/chat/completions"
 
 
 @asynccontextmanager
-async def serving(*args: Any, source: str = str(FOLDER)) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(*args, source=str(FOLDER)):
     """Of a simulated engine that needs no time to speak of. args: of ServedEngine."""
     engine = SimEngine(PROFILES["70b-4xh100"], block_size=16, now=lambda: 0.0)
     runner = EngineRunner(engine, speedup=1e5)
@@ -37,27 +32,25 @@ async def serving(*args: Any, source: str = str(FOLDER)) -> AsyncIterator[httpx.
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
+async def client():
     async with serving(SimTokenizer(), True) as client:
         yield client
 
 
-async def asked(client: httpx.AsyncClient, path: str = CHATS, **fields: Any) -> Any:
+async def asked(client, path=CHATS, **fields):
     answer = await client.post(path, json={"messages": [USER]} | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-async def refused(client: httpx.AsyncClient, path: str = CHATS, **fields: Any) -> tuple[str, str]:
+async def refused(client, path=CHATS, **fields):
     answer = await client.post(path, json=fields)
     assert answer.status_code == 422, answer.text
     error = answer.json()["error"]
     return error["field"], error["message"]
 
 
-async def test_a_chat_ends_by_itself_unless_its_limit_comes_first(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_chat_ends_by_itself_unless_its_limit_comes_first(client):
     natural = (await asked(client, max_tokens=4096))["choices"][0]
     cut = (await asked(client, max_tokens=5))["choices"][0]
     on = (await asked(client, max_tokens=300, ignore_eos=True))["choices"][0]
@@ -68,7 +61,7 @@ async def test_a_chat_ends_by_itself_unless_its_limit_comes_first(
     assert reasons == ["stop", "length", "length", "stop"]
 
 
-async def test_a_stop_string_ends_a_text_before_itself(client: httpx.AsyncClient) -> None:
+async def test_a_stop_string_ends_a_text_before_itself(client):
     whole = (await asked(client, max_tokens=20))["choices"][0]["message"]["content"]
     stop = whole.split()[7]
     before = whole[: whole.index(stop)]
@@ -89,9 +82,7 @@ async def test_a_stop_string_ends_a_text_before_itself(client: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_there_are_as_many_choices_of_each_prompt_as_are_asked_for(
-    client: httpx.AsyncClient, stream: bool
-) -> None:
+async def test_there_are_as_many_choices_of_each_prompt_as_are_asked_for(client, stream):
     fields = {"prompt": ["one", "other"], "n": 2, "max_tokens": 3, "stream": stream}
     answer = await client.post("/v1/completions", json=fields)
     texts = ["", "", "", ""]
@@ -106,8 +97,8 @@ async def test_there_are_as_many_choices_of_each_prompt_as_are_asked_for(
     assert [choice["index"] for choice in chat["choices"]] == [0, 1, 2]
 
 
-async def test_salts_share_no_cache(client: httpx.AsyncClient) -> None:
-    async def cached(**more: Any) -> int:
+async def test_salts_share_no_cache(client):
+    async def cached(**more):
         usage = (await asked(client, max_tokens=1, **more))["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -126,7 +117,7 @@ NULLS = dict.fromkeys(
 )
 
 
-async def test_null_is_as_if_nothing_was_said(client: httpx.AsyncClient) -> None:
+async def test_null_is_as_if_nothing_was_said(client):
     assert (await asked(client, **NULLS))["choices"] == (await asked(client))["choices"]
     neutral = {"n": 1, "presence_penalty": 0, "logprobs": False, "logit_bias": {}, "best_of": 1}
     assert (await asked(client, **neutral))["choices"] == (await asked(client))["choices"]
@@ -160,16 +151,14 @@ async def test_null_is_as_if_nothing_was_said(client: httpx.AsyncClient) -> None
         ("/v1/completions", {"prompt": ["x"] * 129}, "prompt"),
     ],
 )
-async def test_what_is_not_done_is_refused_by_its_name(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any], field: str
-) -> None:
+async def test_what_is_not_done_is_refused_by_its_name(client, path, fields, field):
     more = {"messages": [USER]} if path == CHATS else {}
     assert (await refused(client, path, **(more | fields)))[0] == field
 
 
-def deep(depth: int) -> Any:
+def deep(depth):
     """Nested so often."""
-    value: Any = {}
+    value = {}
     for _ in range(depth):
         value = {"a": value}
     return value
@@ -188,13 +177,11 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("path", "fields"), HOSTILE)
-async def test_no_input_is_an_error_of_ours(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any]
-) -> None:
+async def test_no_input_is_an_error_of_ours(client, path, fields):
     assert (await client.post(path, json=fields)).status_code in (200, 422)
 
 
-async def test_a_worker_without_a_tokenizer_says_so() -> None:
+async def test_a_worker_without_a_tokenizer_says_so():
     async with serving(source="") as client:
         for path, fields in (
             ("/tokenize", {"prompt": "hello"}),

@@ -1,15 +1,11 @@
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +14,7 @@ from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.worker_report import DEFAULT_SPEED
 from app.http import body, client
-from app.http.client import EVENTS, Client
+from app.http.client import EVENTS
 from app.http.json_body import MAX_VALUES
 from app.http.keys import OPEN
 from app.http.protocol import CUT
@@ -28,7 +24,7 @@ from app.simulation.profiles import Profile
 from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
-from workers.engines.base import EngineOutput, EngineStoppedError, Generation, TextStream, Tokenizer
+from workers.engines.base import EngineStoppedError
 from workers.engines.sim.runner import EngineRunner
 from workers.server.paths import WorkerApp
 from workers.server.writers import ServedEngine
@@ -50,7 +46,7 @@ EASY = Profile(
 ABC = list(range(100, 110))  # the ten tokens A to J
 
 
-def request_of(request_id: str, prompt: list[int], max_tokens: int) -> SimRequest:
+def request_of(request_id, prompt, max_tokens):
     return SimRequest.from_tokens(request_id, prompt, max_tokens, block_size=4)
 
 
@@ -66,21 +62,21 @@ FETCHED = {
 }
 
 
-def travelling(params: object) -> dict[str, object]:
+def travelling(params):
     return {"prompt": [1], "kv_transfer_params": params}
 
 
 class FakeTime:
     """A clock that moves while the runner sleeps, by `late_s` more than it asked for."""
 
-    def __init__(self, late_s: float = 0.0) -> None:
+    def __init__(self, late_s=0.0):
         self.now = 0.0
         self.late_s = late_s
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
-    async def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds):
         self.now += seconds + self.late_s
         await asyncio.sleep(0)
 
@@ -88,23 +84,23 @@ class FakeTime:
 class Gate:
     """Holds the runner in its step; `open` lets it finish this many steps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._permits = asyncio.Semaphore(0)
 
-    async def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds):
         await self._permits.acquire()
 
-    def open(self, steps: int) -> None:
+    def open(self, steps):
         for _ in range(steps):
             self._permits.release()
 
 
-def runner_of(**options: Any) -> EngineRunner:
+def runner_of(**options):
     return EngineRunner(SimEngine(EASY, block_size=4, now=time.monotonic), **options)
 
 
 @asynccontextmanager
-async def running(runner: EngineRunner) -> AsyncIterator[EngineRunner]:
+async def running(runner):
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.run())
         yield runner
@@ -112,9 +108,7 @@ async def running(runner: EngineRunner) -> AsyncIterator[EngineRunner]:
 
 
 @asynccontextmanager
-async def serving(
-    runner: EngineRunner, tokenizer: Tokenizer | None = None
-) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(runner, tokenizer=None):
     """Run `runner` and serve it on a free port; yields a client."""
     async with served_by(
         runner, WorkerApp(ServedEngine(runner, ["simulated"], tokenizer))
@@ -123,7 +117,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def served_by(runner: EngineRunner, app: WorkerApp) -> AsyncIterator[httpx.AsyncClient]:
+async def served_by(runner, app):
     """Run `runner` and serve `app` on a free port; yields a client."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -137,21 +131,21 @@ async def served_by(runner: EngineRunner, app: WorkerApp) -> AsyncIterator[httpx
             serving.cancel()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - nothing in the server signals it
             await asyncio.sleep(0.001)
 
 
-async def outputs_of(generation: Generation) -> list[EngineOutput]:
+async def outputs_of(generation):
     return [output async for output in generation]
 
 
-def fast() -> EngineRunner:
+def fast():
     return runner_of(speedup=1e4)
 
 
-def events_of(body: str) -> list[Any]:
+def events_of(body):
     """The JSON payloads of a server-sent event stream, which ends with [DONE]."""
     *chunks, end = body.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
@@ -161,9 +155,9 @@ def events_of(body: str) -> list[Any]:
 # The runner
 
 
-async def test_a_step_takes_its_engine_seconds_over_the_speed_up() -> None:
+async def test_a_step_takes_its_engine_seconds_over_the_speed_up():
     time = FakeTime()
-    ended: list[float] = []
+    ended = []
     async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
         runner.on_step = lambda: ended.append(time.now)
         await outputs_of(runner.generate(request_of("r", ABC, 3)))
@@ -172,7 +166,7 @@ async def test_a_step_takes_its_engine_seconds_over_the_speed_up() -> None:
     assert ended == pytest.approx([0.9, 0.9 + 0.3, 0.9 + 0.3 + 0.2, 0.9 + 0.3 + 0.4])
 
 
-async def test_late_wake_ups_do_not_add_up() -> None:
+async def test_late_wake_ups_do_not_add_up():
     time = FakeTime(late_s=0.01)
     async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
         await outputs_of(runner.generate(request_of("r", [1], 50)))
@@ -181,7 +175,7 @@ async def test_late_wake_ups_do_not_add_up() -> None:
     assert time.now == pytest.approx(50 * 0.2 + 0.01)
 
 
-async def test_the_runner_does_not_catch_up_on_idle_time() -> None:
+async def test_the_runner_does_not_catch_up_on_idle_time():
     time = FakeTime()
     async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
         await outputs_of(runner.generate(request_of("first", [1], 1)))
@@ -192,7 +186,7 @@ async def test_the_runner_does_not_catch_up_on_idle_time() -> None:
     assert time.now == 100 + 1 + 2
 
 
-async def test_a_slow_reader_gets_fewer_and_larger_outputs() -> None:
+async def test_a_slow_reader_gets_fewer_and_larger_outputs():
     time = FakeTime()
     async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
         generation = runner.generate(request_of("r", ABC, 7))
@@ -205,7 +199,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_outputs() -> None:
     assert outputs[0].finished is not None
 
 
-async def test_events_are_available_once_their_step_ends() -> None:
+async def test_events_are_available_once_their_step_ends():
     gate = Gate()
     async with running(runner_of(sleep=gate.sleep)) as runner:
         runner.generate(request_of("r", ABC, 1))
@@ -222,7 +216,7 @@ async def test_events_are_available_once_their_step_ends() -> None:
         gate.open(2)
 
 
-async def test_tokens_of_a_cancelled_request_never_reach_another_of_the_same_id() -> None:
+async def test_tokens_of_a_cancelled_request_never_reach_another_of_the_same_id():
     gate = Gate()
     async with running(runner_of(sleep=gate.sleep)) as runner:
         old = runner.generate(request_of("r", [1], 1))
@@ -238,7 +232,7 @@ async def test_tokens_of_a_cancelled_request_never_reach_another_of_the_same_id(
     assert tokens == request_of("r", [2], 2).output_tokens(0, 2)
 
 
-async def test_an_id_in_use_is_refused() -> None:
+async def test_an_id_in_use_is_refused():
     runner = runner_of()
     runner.generate(request_of("r", ABC, 1))
 
@@ -247,7 +241,7 @@ async def test_an_id_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelled: bool) -> None:
+async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelled):
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     run = asyncio.ensure_future(runner.run())
@@ -266,7 +260,7 @@ async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelle
         runner.generate(request_of("new", ABC, 9))
 
 
-async def test_speed_is_learned_on_the_wall_clock() -> None:
+async def test_speed_is_learned_on_the_wall_clock():
     learned = []
     for speedup in (1, 100):
         time = FakeTime()
@@ -287,7 +281,7 @@ async def test_speed_is_learned_on_the_wall_clock() -> None:
 # HTTP
 
 
-async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for() -> None:
+async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for():
     async with serving(fast()) as client:
         response = await client.post(
             "/v1/completions", json={"prompt": ABC, "max_tokens": 7, "request_id": "r"}
@@ -321,7 +315,7 @@ async def test_a_completion_is_answered_as_a_whole_unless_streaming_is_asked_for
     }
 
 
-async def test_a_stream_sends_the_first_token_at_once_and_usage_at_the_end() -> None:
+async def test_a_stream_sends_the_first_token_at_once_and_usage_at_the_end():
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         fields = {"prompt": ABC, "max_tokens": 7, "stream": True, "stream_interval": 4}
@@ -346,7 +340,7 @@ async def test_a_stream_sends_the_first_token_at_once_and_usage_at_the_end() -> 
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-async def test_tokens_are_streamed_one_by_one_by_default() -> None:
+async def test_tokens_are_streamed_one_by_one_by_default():
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         fields = {"prompt": ABC, "max_tokens": 3, "stream": True}
@@ -363,7 +357,7 @@ async def test_tokens_are_streamed_one_by_one_by_default() -> None:
     ]
 
 
-async def test_usage_reports_how_much_of_the_prompt_was_cached() -> None:
+async def test_usage_reports_how_much_of_the_prompt_was_cached():
     async with serving(fast()) as client:
         await client.post("/v1/completions", json={"prompt": ABC})
         response = await client.post("/v1/completions", json={"prompt": ABC})
@@ -376,12 +370,12 @@ async def test_usage_reports_how_much_of_the_prompt_was_cached() -> None:
     assert usage["completion_tokens"] == 16
 
 
-async def test_metrics_show_the_engines_requests_and_blocks() -> None:
+async def test_metrics_show_the_engines_requests_and_blocks():
     gate = Gate()
     async with serving(runner_of(sleep=gate.sleep)) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": ABC}))
 
-        async def text() -> str:
+        async def text():
             return (await client.get("/metrics")).text
 
         assert await eventually(text, lambda t: 'kvroute_engine_requests{state="running"} 1.0' in t)
@@ -392,12 +386,12 @@ async def test_metrics_show_the_engines_requests_and_blocks() -> None:
 
 
 @pytest.mark.parametrize("key", ["inner", ""])
-async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
+async def test_a_key_of_metrics_opens_nothing_else(key):
     runner = runner_of()
     app = WorkerApp(ServedEngine(runner, ["simulated"], None), key=key, metrics_key="scraper")
     async with served_by(runner, app) as client:
 
-        async def asked(path: str, given: str) -> int:
+        async def asked(path, given):
             headers = {"authorization": f"Bearer {given}"}
             return (await client.get(path, headers=headers)).status_code
 
@@ -406,7 +400,7 @@ async def test_a_key_of_metrics_opens_nothing_else(key: str) -> None:
         assert others == ([405, 401] if key else [405, 405])
 
 
-async def test_nothing_but_health_is_open_where_a_key_is_asked_for() -> None:
+async def test_nothing_but_health_is_open_where_a_key_is_asked_for():
     runner = runner_of()
     app = WorkerApp(ServedEngine(runner, ["simulated"], None), key="inner")
     async with served_by(runner, app) as client:
@@ -417,8 +411,8 @@ async def test_nothing_but_health_is_open_where_a_key_is_asked_for() -> None:
         assert (await client.get("/console/page")).status_code == 401
 
 
-async def test_routers_with_the_same_key_have_a_share_each_of_what_bodies_may_take() -> None:
-    async def holder(client: Client) -> None:
+async def test_routers_with_the_same_key_have_a_share_each_of_what_bodies_may_take():
+    async def holder(client):
         await client.answer(client.holder)
 
     runner = runner_of()
@@ -430,7 +424,7 @@ async def test_routers_with_the_same_key_have_a_share_each_of_what_bodies_may_ta
     assert answer.json() == "127.0.0.1"
 
 
-async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
+async def test_a_raw_prompt_takes_its_other_fields_from_the_query():
     async with serving(fast()) as client:
         response = await client.post(
             "/v1/completions",
@@ -447,35 +441,35 @@ async def test_a_raw_prompt_takes_its_other_fields_from_the_query() -> None:
 class SlowTokenizer:
     """Finishes encoding a text, or decoding a token in a thread, once `may_end` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         self.work()
         return ABC
 
-    def work(self) -> None:
+    def work(self):
         self.begun.set()
         assert self.may_end.wait(5)
 
-    def stream(self, context: Sequence[int] = ()) -> TextStream:
+    def stream(self, context=()):
         return TokenNumbers(self)
 
 
 class TokenNumbers:
-    def __init__(self, tokenizer: SlowTokenizer) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
-    def push(self, token: int) -> str:
+    def push(self, token):
         if threading.current_thread() is not threading.main_thread():
             self.tokenizer.work()
         return f"{token} "
 
-    def end(self) -> str:
+    def end(self):
         return "."
 
 
-async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> None:
+async def test_other_requests_are_served_while_a_long_text_is_tokenized():
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
         text = {"prompt": "long", "max_tokens": 2}
@@ -489,7 +483,7 @@ async def test_other_requests_are_served_while_a_long_text_is_tokenized() -> Non
     assert answer.json()["choices"] == same["choices"]
 
 
-async def test_prompts_are_counted_before_any_is_tokenized() -> None:
+async def test_prompts_are_counted_before_any_is_tokenized():
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
         for prompts in (["text"] * 500, [[1, 2]] * 500, [["no"]] * 500):
@@ -501,8 +495,8 @@ async def test_prompts_are_counted_before_any_is_tokenized() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_together(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stream, monkeypatch
+):
     monkeypatch.setattr("workers.server.answer.LONG_OUTPUT_TOKENS", 7)
     tokenizer = SlowTokenizer()
     async with serving(fast(), tokenizer) as client:
@@ -571,9 +565,7 @@ async def test_other_requests_are_served_while_the_text_of_a_long_output_is_put_
         ),
     ],
 )
-async def test_bad_input_is_refused_with_the_field_and_its_value(
-    fields: object, field: str, message: str
-) -> None:
+async def test_bad_input_is_refused_with_the_field_and_its_value(fields, field, message):
     async with serving(fast()) as client:
         response = await client.post("/v1/completions", json=fields)
 
@@ -592,9 +584,7 @@ async def test_bad_input_is_refused_with_the_field_and_its_value(
         (b"\0" * 8, {"stream": "maybe"}, "stream", "got 'maybe'"),
     ],
 )
-async def test_bad_raw_input_is_refused_too(
-    content: bytes, params: dict[str, str], field: str, message: str
-) -> None:
+async def test_bad_raw_input_is_refused_too(content, params, field, message):
     async with serving(fast()) as client:
         response = await client.post(
             "/v1/completions",
@@ -619,7 +609,7 @@ async def test_bad_raw_input_is_refused_too(
         {"prompt": [1], "seed": ["x" * 5000]},
     ],
 )
-async def test_a_long_value_is_cut_in_the_message(fields: dict[str, Any]) -> None:
+async def test_a_long_value_is_cut_in_the_message(fields):
     async with serving(fast()) as client:
         response = await client.post("/v1/completions", json=fields)
 
@@ -635,10 +625,8 @@ LARGEST = {"application/octet-stream": 65_792, "application/json": 66_304}
 
 @pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize(("kind", "size"), LARGEST.items())
-async def test_a_body_larger_than_any_prompt_that_fits_is_refused(
-    kind: str, size: int, announced: bool
-) -> None:
-    async def trickle() -> AsyncIterator[bytes]:
+async def test_a_body_larger_than_any_prompt_that_fits_is_refused(kind, size, announced):
+    async def trickle():
         yield b" " * size
         yield b" "
 
@@ -654,9 +642,7 @@ async def test_a_body_larger_than_any_prompt_that_fits_is_refused(
     }
 
 
-async def test_a_body_that_stalls_is_not_waited_for_forever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_body_that_stalls_is_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
     async with serving(fast()) as client:
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
@@ -675,7 +661,7 @@ async def test_a_body_that_stalls_is_not_waited_for_forever(
     }
 
 
-async def test_a_body_as_large_as_allowed_is_read() -> None:
+async def test_a_body_as_large_as_allowed_is_read():
     content = json.dumps({"prompt": ABC}).encode().ljust(LARGEST["application/json"])
     async with serving(fast()) as client:
         response = await client.post("/v1/completions", content=content)
@@ -683,9 +669,7 @@ async def test_a_body_as_large_as_allowed_is_read() -> None:
     assert response.status_code == 200
 
 
-async def test_a_client_that_disconnects_while_it_sends_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_client_that_disconnects_while_it_sends_is_not_logged(caplog):
     async with serving(fast()) as client:
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         writer.write(
@@ -708,8 +692,8 @@ async def test_a_client_that_disconnects_while_it_sends_is_not_logged(
     ],
 )
 async def test_a_wrong_path_or_method_is_answered_with_the_common_error_format(
-    method: str, path: str, status: int, code: str
-) -> None:
+    method, path, status, code
+):
     async with serving(fast()) as client:
         response = await client.request(method, path)
 
@@ -726,7 +710,7 @@ async def test_a_wrong_path_or_method_is_answered_with_the_common_error_format(
         b'"kv_transfer_params":{"a":[%b{}]}' % (b"{}," * MAX_VALUES),
     ],
 )
-async def test_a_body_of_more_values_than_can_be_read_in_time_is_refused(member: bytes) -> None:
+async def test_a_body_of_more_values_than_can_be_read_in_time_is_refused(member):
     vast = replace(EASY, kv_pool_tokens=1 << 20)
     runner = EngineRunner(SimEngine(vast, block_size=4, now=time.monotonic))
     async with serving(runner) as client:
@@ -736,7 +720,7 @@ async def test_a_body_of_more_values_than_can_be_read_in_time_is_refused(member:
     assert "over" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_is_not_json_is_refused() -> None:
+async def test_a_body_that_is_not_json_is_refused():
     async with serving(fast()) as client:
         response = await client.post("/v1/completions", content=b"{")
 
@@ -748,8 +732,8 @@ async def test_a_body_that_is_not_json_is_refused() -> None:
     ("prompt_tokens", "max_tokens", "field"), [(10, 55, "max_tokens"), (64, 1, "prompt")]
 )
 async def test_a_request_larger_than_the_pool_is_refused_by_the_field_that_is_too_large(
-    prompt_tokens: int, max_tokens: int, field: str
-) -> None:
+    prompt_tokens, max_tokens, field
+):
     async with serving(fast()) as client:
         body = {"prompt": list(range(prompt_tokens)), "max_tokens": max_tokens}
         response = await client.post("/v1/completions", json=body)
@@ -763,13 +747,13 @@ async def test_a_request_larger_than_the_pool_is_refused_by_the_field_that_is_to
     }
 
 
-async def test_a_full_queue_asks_the_client_to_retry_later() -> None:
+async def test_a_full_queue_asks_the_client_to_retry_later():
     gate = Gate()
     runner = runner_of(sleep=gate.sleep, max_waiting=1)
     async with serving(runner) as client, asyncio.TaskGroup() as tasks:
         for waiting in (0, 1):
             tasks.create_task(client.post("/v1/completions", json={"prompt": ABC, "max_tokens": 1}))
-            await until(lambda n=waiting: is_busy(runner, n))  # type: ignore[misc]
+            await until(lambda n=waiting: is_busy(runner, n))
 
         response = await client.post("/v1/completions", json={"prompt": ABC})
         gate.open(10)
@@ -780,18 +764,18 @@ async def test_a_full_queue_asks_the_client_to_retry_later() -> None:
     assert "1 requests are already waiting" in response.json()["error"]["message"]
 
 
-def is_busy(runner: EngineRunner, waiting: int) -> bool:
+def is_busy(runner, waiting):
     metrics = runner.metrics()
     return (metrics.request_active_slots, metrics.num_requests_waiting) == (1, waiting)
 
 
-def is_idle(runner: EngineRunner) -> bool:
+def is_idle(runner):
     metrics = runner.metrics()
     assert metrics.kv_active_blocks == 0 or metrics.request_active_slots > 0
     return metrics.request_active_slots + metrics.num_requests_waiting == 0
 
 
-async def test_a_client_that_disconnects_in_mid_stream_frees_its_blocks() -> None:
+async def test_a_client_that_disconnects_in_mid_stream_frees_its_blocks():
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     async with serving(runner) as client:
@@ -807,9 +791,7 @@ async def test_a_client_that_disconnects_in_mid_stream_frees_its_blocks() -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_disconnects_before_the_first_token_cancels_its_request(
-    stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_that_disconnects_before_the_first_token_cancels_its_request(stream, caplog):
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     fields = {"prompt": ABC, "max_tokens": 40, "stream": stream}
@@ -817,7 +799,7 @@ async def test_a_client_that_disconnects_before_the_first_token_cancels_its_requ
         posts = []
         for waiting in (0, 1):  # one in the engine, one in its queue
             posts.append(tasks.create_task(client.post("/v1/completions", json=fields)))
-            await until(lambda n=waiting: is_busy(runner, n))  # type: ignore[misc]
+            await until(lambda n=waiting: is_busy(runner, n))
 
         posts[1].cancel()
         await until(lambda: is_busy(runner, 0))
@@ -828,9 +810,7 @@ async def test_a_client_that_disconnects_before_the_first_token_cancels_its_requ
     assert caplog.messages == []
 
 
-async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(caplog):
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     async with serving(runner) as client:
@@ -852,9 +832,7 @@ async def test_an_engine_that_stops_during_a_request_is_reported_by_the_status(
     assert caplog.messages == []
 
 
-async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(caplog):
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     async with serving(runner) as client:
@@ -879,15 +857,13 @@ async def test_an_engine_that_stops_in_mid_stream_is_reported_in_the_last_chunk(
     assert caplog.messages == []
 
 
-async def test_an_answer_that_an_unforeseen_error_ends_is_cut(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def breaks(client: Client) -> None:
+async def test_an_answer_that_an_unforeseen_error_ends_is_cut(caplog):
+    async def breaks(client):
         await client.start(200, [EVENTS])
         await client.send(b"data: one\n\n")
         raise LookupError("unforeseen")
 
-    async def breaks_at_once(_: Client) -> None:
+    async def breaks_at_once(_):
         raise LookupError("unforeseen")
 
     runner = runner_of()
@@ -906,14 +882,14 @@ async def test_an_answer_that_an_unforeseen_error_ends_is_cut(
     assert caplog.messages == ["/breaks failed", "/breaks_at_once failed"]
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch):
     monkeypatch.setattr(client, "STALLED_S", 0.01)
-    cuts: list[str] = []
+    cuts = []
 
-    async def never(_: object) -> None:
+    async def never(_):
         await asyncio.Event().wait()
 
-    async def nothing() -> dict[str, object]:
+    async def nothing():
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
@@ -924,7 +900,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.Monkey
     assert cuts == ["cut"]
 
 
-async def test_health_reports_whether_the_engine_runs() -> None:
+async def test_health_reports_whether_the_engine_runs():
     runner = fast()
     async with serving(runner) as client:
         await until(lambda: runner.running)
@@ -941,7 +917,7 @@ async def test_health_reports_whether_the_engine_runs() -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "temperature", "request_id"])
-async def test_a_deeply_nested_value_is_refused_like_any_other(field: str) -> None:
+async def test_a_deeply_nested_value_is_refused_like_any_other(field):
     nested = b"[" * 500 + b"]" * 500
     before = b"" if field == "prompt" else b'"prompt": [1], '
     async with serving(fast()) as client:

@@ -1,13 +1,11 @@
-from __future__ import annotations
-
 from workers.server.answer import StopStrings
 
 
-def said(stops: StopStrings, *pieces: str) -> list[str]:
+def said(stops, *pieces):
     return [stops.push(piece) for piece in pieces]
 
 
-def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
+def test_a_stop_string_is_found_across_pieces_and_is_not_said():
     stops = StopStrings(["END", "X"])
 
     assert said(stops, "abE", "N", "Dx") == ["a", "b", ""]
@@ -15,7 +13,7 @@ def test_a_stop_string_is_found_across_pieces_and_is_not_said() -> None:
     assert stops.end() == ""
 
 
-def test_what_only_begins_like_a_stop_string_is_said_later() -> None:
+def test_what_only_begins_like_a_stop_string_is_said_later():
     stops = StopStrings(["END"])
 
     assert said(stops, "aEN", "E", "N!") == ["a", "E", "NE"]
@@ -24,7 +22,7 @@ def test_what_only_begins_like_a_stop_string_is_said_later() -> None:
     assert stops.stop is None
 
 
-def test_the_first_of_several_counts() -> None:
+def test_the_first_of_several_counts():
     stops = StopStrings(["later", "b"])
 
     assert said(stops, "ab later") == ["a"]

@@ -1,31 +1,27 @@
 """Blocks of an adapter that is loaded again, under its name, from another folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from app.core.types import TierOverlap
-from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of, stored
+from tests.workers.bridge.holder import SIZE, TOKENS, announced, chain_of, stored
 from workers.bridge.events.blocks import EngineBlocks
-from workers.bridge.events.events import BlockHash, BlockRemoved, BlockStored
+from workers.bridge.events.events import BlockRemoved
 
 OLD, NEW = {"sql": "/old"}, {"sql": "/new"}
 CHAIN = chain_of(TOKENS, "sql")
 
 
-def of_adapter(
-    hashes: list[BlockHash], start: int = 0, parent: BlockHash | None = None
-) -> BlockStored:
+def of_adapter(hashes, start=0, parent=None):
     return replace(stored(hashes, start, parent), lora_name="sql")
 
 
-def loaded(holder: Holder, folders: dict[str, str]) -> TierOverlap:
+def loaded(holder, folders):
     for change in holder.blocks.load_adapters(folders):
         holder.cache.take(change)
     return holder.overlap(CHAIN)
 
 
-def test_blocks_of_the_folder_before_count_no_longer(holder: Holder) -> None:
+def test_blocks_of_the_folder_before_count_no_longer(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11, 12]), stored([21, 22, 23]))
     assert loaded(holder, OLD) == TierOverlap(device=2)
@@ -34,7 +30,7 @@ def test_blocks_of_the_folder_before_count_no_longer(holder: Holder) -> None:
     assert holder.blocks.num_held == 3
 
 
-def test_they_count_again_once_it_is_loaded_from_there(holder: Holder) -> None:
+def test_they_count_again_once_it_is_loaded_from_there(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11, 12]), announced([11]))
     loaded(holder, OLD)
@@ -44,7 +40,7 @@ def test_they_count_again_once_it_is_loaded_from_there(holder: Holder) -> None:
     assert loaded(holder, OLD) == TierOverlap(device=1, host=1)
 
 
-def test_what_was_stored_since_the_last_look_is_of_the_new_folder(holder: Holder) -> None:
+def test_what_was_stored_since_the_last_look_is_of_the_new_folder(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11, 12]))
     loaded(holder, OLD)
@@ -54,7 +50,7 @@ def test_what_was_stored_since_the_last_look_is_of_the_new_folder(holder: Holder
     assert loaded(holder, NEW) == TierOverlap(device=2)
 
 
-def test_a_block_behind_a_hidden_one_is_hidden(holder: Holder) -> None:
+def test_a_block_behind_a_hidden_one_is_hidden(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11, 12]))
     loaded(holder, OLD)
@@ -64,7 +60,7 @@ def test_a_block_behind_a_hidden_one_is_hidden(holder: Holder) -> None:
     assert loaded(holder, OLD) == TierOverlap(device=3)
 
 
-def test_an_unloaded_adapter_keeps_its_blocks(holder: Holder) -> None:
+def test_an_unloaded_adapter_keeps_its_blocks(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11]))
     loaded(holder, OLD)
@@ -72,9 +68,7 @@ def test_an_unloaded_adapter_keeps_its_blocks(holder: Holder) -> None:
     assert loaded(holder, NEW) == TierOverlap()
 
 
-def test_an_adapter_loaded_from_elsewhere_while_the_agent_was_away_is_noticed(
-    holder: Holder,
-) -> None:
+def test_an_adapter_loaded_from_elsewhere_while_the_agent_was_away_is_noticed(holder):
     loaded(holder, OLD)
     holder.take(of_adapter([11, 12]), stored([21]))
     loaded(holder, OLD)

@@ -1,7 +1,5 @@
 """Events of external engines, and the blocks that the index shows for them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -12,8 +10,7 @@ from xxhash import xxh3_64_intdigest
 from app.core.errors import InvalidRequest
 from app.core.events import Cleared, Removed, Stored
 from app.core.keys import Keyspace
-from app.core.types import SequenceHash, Tier, TierOverlap, WorkerKey
-from app.local.redis_server import EmbeddedRedis
+from app.core.types import Tier, TierOverlap, WorkerKey
 from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
@@ -27,21 +24,18 @@ from tests.workers.bridge.holder import (
     chain_of,
     stored,
 )
-from workers.agent.agent import Agent
 from workers.agent.ownership import Ownership
 from workers.bridge.events import blocks, pending
 from workers.bridge.events.blocks import EngineBlocks
 from workers.bridge.events.events import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
-    EngineEvent,
     folded,
 )
 
 
-def test_a_chain_is_rehashed_from_its_tokens(holder: Holder) -> None:
+def test_a_chain_is_rehashed_from_its_tokens(holder):
     holder.take(stored([11, 12, 13]))
     assert holder.overlap() == TierOverlap(device=3)
     holder.take(stored([14], start=3, parent=13))
@@ -55,16 +49,14 @@ def test_a_chain_is_rehashed_from_its_tokens(holder: Holder) -> None:
 @pytest.mark.parametrize(
     ("as_stored", "as_named"), [(-1, 2**64 - 1), (2**64 - 1, -1), (b"\x01" * 32, b"\x01" * 32)]
 )
-def test_a_hash_is_the_same_signed_unsigned_or_bytes(
-    holder: Holder, as_stored: BlockHash, as_named: BlockHash
-) -> None:
+def test_a_hash_is_the_same_signed_unsigned_or_bytes(holder, as_stored, as_named):
     holder.take(stored([as_stored]), stored([7], start=1, parent=as_named))
     assert holder.overlap() == TierOverlap(device=2)
     holder.take(BlockRemoved([as_named]))
     assert holder.overlap() == TierOverlap()
 
 
-def test_an_engines_block_may_span_several_index_blocks(holder: Holder) -> None:
+def test_an_engines_block_may_span_several_index_blocks(holder):
     holder.take(stored([11, 12], size=2 * SIZE), stored([13], start=2, parent=12, size=2 * SIZE))
     assert holder.overlap() == TierOverlap(device=6)
     holder.take(BlockRemoved([12]))
@@ -81,23 +73,21 @@ def test_an_engines_block_may_span_several_index_blocks(holder: Holder) -> None:
         ("external", TierOverlap()),
     ],
 )
-def test_the_medium_determines_the_tier(
-    holder: Holder, medium: str | None, expected: TierOverlap
-) -> None:
+def test_the_medium_determines_the_tier(holder, medium, expected):
     holder.take(replace(stored([11]), medium=medium))
     assert holder.overlap() == expected
     holder.take(BlockRemoved([11], medium))
     assert holder.overlap() == TierOverlap()
 
 
-def test_events_in_a_medium_that_is_not_known_are_left_out_and_counted(holder: Holder) -> None:
+def test_events_in_a_medium_that_is_not_known_are_left_out_and_counted(holder):
     holder.take(stored([11]), replace(stored([12], start=1, parent=11), medium="tape"))
     holder.take(BlockRemoved([11], "tape"))
     assert holder.overlap() == TierOverlap(device=1)
     assert holder.blocks.num_unknown_media == 2
 
 
-def test_wide_tokens_keep_chains_apart_and_are_removed_with_them(holder: Holder) -> None:
+def test_wide_tokens_keep_chains_apart_and_are_removed_with_them(holder):
     images = [[n, 2, 3, 4] for n in (1 << 32, (1 << 62) + 5)]
     chains = [chain_of([folded(token) for token in tokens]) for tokens in images]
     for name, tokens in zip((21, 22), images, strict=True):
@@ -108,7 +98,7 @@ def test_wide_tokens_keep_chains_apart_and_are_removed_with_them(holder: Holder)
     assert holder.overlap(chains[1]) == TierOverlap()
 
 
-def test_a_removal_that_says_how_many_copies_are_left_is_believed(holder: Holder) -> None:
+def test_a_removal_that_says_how_many_copies_are_left_is_believed(holder):
     holder.take(stored([11]), stored([11]), stored([11]))
     holder.take(BlockRemoved([11], remaining_copy_counts=[1]))
     assert holder.overlap() == TierOverlap(device=1)
@@ -117,9 +107,7 @@ def test_a_removal_that_says_how_many_copies_are_left_is_believed(holder: Holder
 
 
 @pytest.mark.parametrize(("locality", "num_held"), [("LOCAL", 1), ("Remote", 0)])
-def test_remote_blocks_do_not_count_as_held_by_the_worker(
-    holder: Holder, locality: str, num_held: int
-) -> None:
+def test_remote_blocks_do_not_count_as_held_by_the_worker(holder, locality, num_held):
     holder.take(stored([11]), replace(announced([11], "STORAGE"), locality=locality))
     holder.take(BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(disk=num_held)
@@ -128,16 +116,14 @@ def test_remote_blocks_do_not_count_as_held_by_the_worker(
     assert holder.overlap() == TierOverlap(disk=num_held)
 
 
-def test_a_remote_removal_leaves_the_local_copy(holder: Holder) -> None:
+def test_a_remote_removal_leaves_the_local_copy(holder):
     holder.take(replace(stored([11]), medium="STORAGE"))
     holder.take(BlockRemoved([11], "STORAGE", locality="REMOTE"))
     assert holder.overlap() == TierOverlap(disk=1)
 
 
 @pytest.mark.parametrize("offload_first", [False, True])
-def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(
-    holder: Holder, offload_first: bool
-) -> None:
+def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(holder, offload_first):
     events = [stored([11, 12]), announced([11, 12])]
     holder.take(*(reversed(events) if offload_first else events))
     holder.take(BlockRemoved([11, 12]))
@@ -145,10 +131,10 @@ def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(
     assert not holder.blocks.is_blind
 
 
-def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holder: Holder) -> None:
+def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holder):
     """vLLM sends 64 bits of a digest as an int; some versions name offloads by the full digest."""
-    digests: list[BlockHash] = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
-    ints: list[BlockHash] = [-1, 2**64 - 2]
+    digests = [bytes([n]) * 24 + (2**64 - n).to_bytes(8, "big") for n in (1, 2, 3)]
+    ints = [-1, 2**64 - 2]
     holder.take(stored(ints), announced(digests[:2]), BlockRemoved(ints))
     assert holder.overlap() == TierOverlap(host=2)
     holder.take(replace(stored([digests[2]], start=2, parent=digests[1]), medium="CPU"))
@@ -159,8 +145,8 @@ def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holde
     assert not holder.blocks.is_blind
 
 
-def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder: Holder) -> None:
-    digests: list[BlockHash] = [bytes([n]) * 24 + n.to_bytes(8, "big") for n in (1, 2)]
+def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder):
+    digests = [bytes([n]) * 24 + n.to_bytes(8, "big") for n in (1, 2)]
     holder.take(announced(digests[:1]))
     holder.take(replace(stored(digests[1:], start=1, parent=digests[0]), medium="CPU"))
     holder.take(BlockRemoved([2], "CPU"), stored([1]), BlockRemoved([1]))
@@ -169,14 +155,12 @@ def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder: Ho
     assert not holder.blocks.is_blind
 
 
-def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder: Holder) -> None:
+def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder):
     holder.take(stored([11]), BlockRemoved([11]), announced([11], "DISK"))
     assert holder.overlap() == TierOverlap(disk=1)
 
 
-def test_a_limited_number_of_blocks_held_nowhere_is_remembered(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limited_number_of_blocks_held_nowhere_is_remembered(holder, monkeypatch):
     monkeypatch.setattr(blocks, "REMEMBERED", 2)
     holder.take(stored([11, 12, 13]), BlockRemoved([13, 12, 11]))
     holder.take(announced([12]), announced([11]))
@@ -185,7 +169,7 @@ def test_a_limited_number_of_blocks_held_nowhere_is_remembered(
     assert holder.overlap() == TierOverlap(host=2)
 
 
-def test_a_block_stored_twice_must_be_removed_twice(holder: Holder) -> None:
+def test_a_block_stored_twice_must_be_removed_twice(holder):
     holder.take(stored([11]), stored([11]), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(device=1)
     holder.take(BlockRemoved([11]))
@@ -194,7 +178,7 @@ def test_a_block_stored_twice_must_be_removed_twice(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_a_block_of_an_engine_without_copies_is_removed_once(holder: Holder) -> None:
+def test_a_block_of_an_engine_without_copies_is_removed_once(holder):
     holder.blocks = EngineBlocks(SIZE, announces_copies=False)
     holder.take(stored([11, 12]), stored([11]), announced([11]), announced([11]))
     holder.take(BlockRemoved([12, 11]))
@@ -203,7 +187,7 @@ def test_a_block_of_an_engine_without_copies_is_removed_once(holder: Holder) -> 
     assert holder.overlap() == TierOverlap()
 
 
-def test_each_group_is_counted_separately(holder: Holder) -> None:
+def test_each_group_is_counted_separately(holder):
     holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
     assert holder.overlap() == TierOverlap(device=1)
@@ -211,20 +195,20 @@ def test_each_group_is_counted_separately(holder: Holder) -> None:
     assert holder.overlap() == TierOverlap()
 
 
-def test_tokens_under_two_names_are_held_until_both_are_removed(holder: Holder) -> None:
+def test_tokens_under_two_names_are_held_until_both_are_removed(holder):
     holder.take(stored([11]), stored([21]), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(device=1)
     holder.take(BlockRemoved([21]))
     assert holder.overlap() == TierOverlap()
 
 
-def test_a_name_reused_for_other_tokens_drops_its_first_block(holder: Holder) -> None:
+def test_a_name_reused_for_other_tokens_drops_its_first_block(holder):
     holder.take(stored([11]), BlockStored([11], None, TOKENS[SIZE : 2 * SIZE], SIZE))
     assert holder.overlap() == TierOverlap()
     assert holder.overlap(chain_of(TOKENS[SIZE : 2 * SIZE])) == TierOverlap(device=1)
 
 
-def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder: Holder) -> None:
+def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder):
     holder.take(
         replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention"),
         replace(stored([11, 12]), group_idx=1, kv_cache_spec_kind="sliding_window"),
@@ -237,7 +221,7 @@ def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder: H
     assert holder.overlap() == TierOverlap()
 
 
-def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder: Holder) -> None:
+def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder):
     whole = replace(stored([11]), group_idx=0, kv_cache_spec_kind="full_attention")
     window = replace(whole, group_idx=1, kv_cache_spec_kind="sliding_window")
     offloads = [
@@ -251,7 +235,7 @@ def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder: H
     assert holder.overlap() == TierOverlap()
 
 
-def test_of_several_groups_of_full_attention_the_first_counts(holder: Holder) -> None:
+def test_of_several_groups_of_full_attention_the_first_counts(holder):
     whole = replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention")
     # All groups name a prefix by the same hash.
     large = replace(stored([12], size=2 * SIZE), group_idx=1, kv_cache_spec_kind="mla_attention")
@@ -261,7 +245,7 @@ def test_of_several_groups_of_full_attention_the_first_counts(holder: Holder) ->
     assert holder.overlap() == TierOverlap()
 
 
-def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> None:
+def test_adapter_and_namespace_are_inherited_from_the_parent(holder):
     first = replace(stored([11]), lora_name="sql", cache_salt="tenant")
     holder.take(first, stored([12], start=1, parent=11))
     assert holder.overlap(chain_of(TOKENS, "sql", "tenant")) == TierOverlap(device=2)
@@ -269,15 +253,13 @@ def test_adapter_and_namespace_are_inherited_from_the_parent(holder: Holder) -> 
 
 
 @pytest.mark.parametrize(("lora", "salt"), [("sql", None), (None, "tenant")])
-def test_a_name_reused_under_another_adapter_or_namespace_drops_its_first_block(
-    holder: Holder, lora: str | None, salt: str | None
-) -> None:
+def test_a_name_reused_under_another_adapter_or_namespace_drops_its_first_block(holder, lora, salt):
     holder.take(stored([11]), replace(stored([11]), lora_name=lora, cache_salt=salt))
     assert holder.overlap(chain_of(TOKENS, lora, salt)) == TierOverlap(device=1)
     assert holder.overlap() == TierOverlap()
 
 
-def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder: Holder) -> None:
+def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder):
     unnamed = replace(stored([11]), lora_id=3)
     holder.take(unnamed, replace(stored([12], start=1, parent=11), lora_id=3))
     assert holder.overlap() == TierOverlap()
@@ -288,7 +270,7 @@ def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder: 
     assert not holder.blocks.is_blind
 
 
-def test_a_blocks_extra_keys_are_part_of_its_hash(holder: Holder) -> None:
+def test_a_blocks_extra_keys_are_part_of_its_hash(holder):
     digest = "0123456789abcdef" + "5" * 48
     holder.take(
         replace(
@@ -306,9 +288,7 @@ def test_a_blocks_extra_keys_are_part_of_its_hash(holder: Holder) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, "sql", "tenant"])
-def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(
-    holder: Holder, lora: str | None
-) -> None:
+def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(holder, lora):
     """vLLM lists the adapter, then images, then, for the first block, the salt."""
     adapter = [lora] if lora else []
     image = [["f" * 64, 2]]
@@ -321,7 +301,7 @@ def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(
 
 
 @pytest.mark.parametrize("lora", [None, "e" * 64])
-def test_a_salt_may_look_like_an_images_digest(holder: Holder, lora: str | None) -> None:
+def test_a_salt_may_look_like_an_images_digest(holder, lora):
     salt, image = "f" * 64, "d" * 64
     adapter = [lora] if lora else []
     keys = [[*adapter, [image, 1], salt], adapter or None]
@@ -341,8 +321,8 @@ def test_a_salt_may_look_like_an_images_digest(holder: Holder, lora: str | None)
     ],
 )
 def test_an_offload_with_tokens_but_no_salt_or_extra_keys_is_of_the_same_block(
-    holder: Holder, first: BlockStored, chain: list[SequenceHash]
-) -> None:
+    holder, first, chain
+):
     offloads = [stored([11, 12]), stored([12, 13], start=1, parent=11)]
     holder.take(first, *(replace(event, medium="CPU") for event in offloads))
     assert holder.overlap(chain) == TierOverlap(device=3)
@@ -357,15 +337,13 @@ def test_an_offload_with_tokens_but_no_salt_or_extra_keys_is_of_the_same_block(
     "identifier",
     ["-123456789abcdef" + "0" * 48, "0123456789abcdef" + "-" * 48, "0x23456789abcdef" + "0" * 48],
 )
-def test_an_identifier_that_only_looks_like_a_digest_is_hashed_as_a_whole(
-    holder: Holder, identifier: str
-) -> None:
+def test_an_identifier_that_only_looks_like_a_digest_is_hashed_as_a_whole(holder, identifier):
     holder.take(replace(stored([11]), extra_keys=[[[identifier, 0]]]))
     chain = chain_of(TOKENS[:SIZE], items=[[xxh3_64_intdigest(identifier.encode())]])
     assert holder.overlap(chain) == TierOverlap(device=1)
 
 
-def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holder: Holder) -> None:
+def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holder):
     event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
     item = [int("f" * 16, 16)]
@@ -373,7 +351,7 @@ def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holde
     assert holder.overlap(chain) == TierOverlap(device=4)
 
 
-def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
+def test_the_first_of_each_pair_of_tokens_counts(holder):
     pairs = list(pairwise(TOKENS))[: 2 * SIZE]
     holder.take(BlockStored([11, 12], None, pairs, SIZE))
     assert holder.cache.scan(CHAIN) == TierOverlap(device=2)
@@ -386,9 +364,7 @@ def test_the_first_of_each_pair_of_tokens_counts(holder: Holder) -> None:
         BlockStored([11], None, list(pairwise(TOKENS))[:SIZE], SIZE),
     ],
 )
-def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(
-    holder: Holder, event: BlockStored
-) -> None:
+def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(holder, event):
     holder.take(event)
     assert holder.overlap() == TierOverlap()
     more = replace(stored([12], 1, 11), lookahead_token_ids=[[7]])
@@ -396,9 +372,7 @@ def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_whole(
-    holder: Holder,
-) -> None:
+def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_whole(holder):
     """Blocks 11 and 21 have the same tokens, and look ahead to others; 12 follows 11."""
     ahead, other = [[TOKENS[SIZE]]], [[7]]
     first = replace(stored([11]), lookahead_token_ids=ahead)
@@ -414,9 +388,7 @@ def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_who
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(
-    holder: Holder,
-) -> None:
+def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(holder):
     holder.blocks = EngineBlocks(SIZE, lookahead_blocks=1)
     holder.take(stored([11, 12]))
     assert holder.overlap() == TierOverlap(device=2)
@@ -439,21 +411,19 @@ def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(
         (replace(stored([11]), extra_keys=[]), "extra_keys: 0 entries for 1 blocks"),
     ],
 )
-def test_an_invalid_event_is_refused_and_changes_nothing(
-    holder: Holder, event: EngineEvent, message: str
-) -> None:
+def test_an_invalid_event_is_refused_and_changes_nothing(holder, event, message):
     with pytest.raises(InvalidRequest, match=f"^{message}"):
         holder.take(event)
     holder.take(stored([11]), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap()
 
 
-def test_a_clear_is_passed_on(holder: Holder) -> None:
+def test_a_clear_is_passed_on(holder):
     assert holder.blocks.take(AllBlocksCleared()) == [Cleared()]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(seed: int) -> None:
+def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(seed):
     """Compares with reference counts by name, tier and group. The same tokens have three names;
     blocks that span one and two index blocks are mixed. Every other engine announces copies."""
     rng = random.Random(seed)
@@ -462,14 +432,14 @@ def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(s
     holder.blocks = EngineBlocks(SIZE, announces_copies=copies)
     ownership = Ownership()
     media = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "DISK": Tier.DISK}
-    names: dict[BlockHash, tuple[BlockStored, list[SequenceHash]]] = {}
+    names = {}
     for base, size in ((10, SIZE), (20, SIZE), (30, 2 * SIZE)):
         for n in range(8 * SIZE // size):
             event = stored([base + n], n, base + n - 1 if n else None, size)
             names[base + n] = event, CHAIN[n * size // SIZE : (n + 1) * size // SIZE]
     for event, _ in names.values():
         holder.take(event, BlockRemoved(event.block_hashes))
-    references: dict[tuple[BlockHash, str, int], int] = {}
+    references = {}
     for _ in range(400):
         name, medium, group = rng.choice(list(names)), rng.choice(list(media)), rng.randrange(2)
         key = name, medium, group
@@ -496,15 +466,13 @@ def test_after_offloads_and_removals_in_any_order_the_index_shows_what_is_held(s
             assert holder.cache.tiers_of(block) == held, (seed, at)
 
 
-async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(
-    redis_server: EmbeddedRedis,
-) -> None:
+async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(redis_server):
     """One engine has two data-parallel ranks, hashes as bytes and blocks twice as large."""
     keys = Keyspace("external")
     async with connect(redis_server.url) as redis:
         runner = ScriptRunner(redis, 5.0)
 
-        async def publish(key: WorkerKey, *events: EngineEvent) -> Agent:
+        async def publish(key, *events):
             agent = fake_agent(runner, keys, str(key), block_size=SIZE)
             blocks = EngineBlocks(SIZE)
             async with running(agent):

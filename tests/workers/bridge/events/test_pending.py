@@ -1,7 +1,5 @@
 """Events that arrive before those that they build on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,6 @@ from tests.workers.bridge.holder import (
     SIZE,
     TOKENS,
     Clock,
-    Holder,
     announced,
     chain_of,
     stored,
@@ -28,7 +25,7 @@ from workers.bridge.events.events import (
 )
 
 
-def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
+def test_blocks_wait_for_their_parent_in_order(holder):
     holder.take(
         stored([13], start=2, parent=12),
         stored([14, 15], start=3, parent=13),
@@ -44,7 +41,7 @@ def test_blocks_wait_for_their_parent_in_order(holder: Holder) -> None:
     assert not holder.blocks.is_blind
 
 
-def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder: Holder) -> None:
+def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder):
     tokens = list(range(pending.MAX_WAITING * SIZE))
     first, *others = [
         BlockStored([n + 1], n or None, tokens[n * SIZE : (n + 1) * SIZE], SIZE)
@@ -66,16 +63,14 @@ def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder: Hold
         replace(stored([12], start=1, parent=11), extra_keys=[]),
     ],
 )
-def test_an_invalid_event_is_refused_at_once_instead_of_waiting(
-    holder: Holder, bad: BlockStored
-) -> None:
+def test_an_invalid_event_is_refused_at_once_instead_of_waiting(holder, bad):
     with pytest.raises(InvalidRequest):
         holder.take(bad)
     holder.take(stored([11]))
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_a_parent_missing_for_too_long_sets_is_blind(holder: Holder) -> None:
+def test_a_parent_missing_for_too_long_sets_is_blind(holder):
     holder.take(stored([12], start=1, parent=11))
     holder.clock.now = pending.MAX_WAIT_S
     assert not holder.blocks.is_blind
@@ -85,9 +80,7 @@ def test_a_parent_missing_for_too_long_sets_is_blind(holder: Holder) -> None:
     assert not holder.blocks.is_blind
 
 
-def test_exceeding_the_waiting_limit_sets_is_blind_at_once(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceeding_the_waiting_limit_sets_is_blind_at_once(holder, monkeypatch):
     monkeypatch.setattr(pending, "MAX_WAITING", 3)
     holder.take(stored([12, 13], start=1, parent=11), BlockRemoved([12]))
     assert not holder.blocks.is_blind
@@ -95,9 +88,7 @@ def test_exceeding_the_waiting_limit_sets_is_blind_at_once(
     assert holder.blocks.is_blind
 
 
-def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(holder, monkeypatch):
     monkeypatch.setattr(pending, "MAX_WAITING", 4)
     holder.take(announced([11, 31, 32]))
     holder.clock.now = 2 * pending.MAX_WAIT_S
@@ -112,18 +103,14 @@ def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(
     assert holder.blocks.is_blind
 
 
-def test_a_removal_waits_with_its_block_when_offloads_are_left_out(
-    holder: Holder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_waits_with_its_block_when_offloads_are_left_out(holder, monkeypatch):
     monkeypatch.setattr(pending, "MAX_WAITING", 4)
     holder.take(stored([12], start=1, parent=11), announced([12]), BlockRemoved([12]))
     holder.take(announced([31]), announced([32]), stored([11]))
     assert holder.overlap() == TierOverlap(device=1, host=1)
 
 
-def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(monkeypatch):
     monkeypatch.setattr(pending, "MAX_WAITING", 3)
     clock = Clock()
     late = EngineBlocks(SIZE, clock, joined_late=True)
@@ -147,9 +134,7 @@ def test_a_late_joiner_leaves_out_events_that_continue_unknown_blocks(
     assert late.take(stored([32], start=1, parent=31)) == [Stored((CHAIN[1],), CHAIN[0], device)]
 
 
-def test_a_late_joiner_leaves_out_no_removal_of_a_block_that_may_yet_be_known(
-    holder: Holder,
-) -> None:
+def test_a_late_joiner_leaves_out_no_removal_of_a_block_that_may_yet_be_known(holder):
     holder.blocks = EngineBlocks(SIZE, holder.clock, joined_late=True)
     holder.take(stored([21], start=1, parent=11))
     holder.clock.now = pending.MAX_WAIT_S

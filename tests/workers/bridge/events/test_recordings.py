@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -61,21 +61,18 @@ SGLANG_FIRST = BlockStored(
 )
 
 
-def steps_of(recording: Recording) -> list[dict[str, Any]]:
+def steps_of(recording):
     """Requests, the first of them none at all: what was cached of each when it came, and the
     batches that were published until the next one."""
-    steps: list[dict[str, Any]] = msgspec.msgpack.decode(
-        (DATA / recording.folder / "recording.msgpack").read_bytes()
-    )
-    return steps
+    return msgspec.msgpack.decode((DATA / recording.folder / "recording.msgpack").read_bytes())
 
 
-def batches_of(recording: Recording) -> list[vllm.Batch]:
+def batches_of(recording):
     return [vllm.decode(payload) for step in steps_of(recording) for payload in step["payloads"]]
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda r: r.folder)
-def test_every_event_is_understood(recording: Recording) -> None:
+def test_every_event_is_understood(recording):
     batches = batches_of(recording)
     assert sum(batch.num_unknown + batch.num_broken for batch in batches) == 0
     kinds = Counter(type(event) for batch in batches for event in batch.events)
@@ -91,9 +88,7 @@ def test_every_event_is_understood(recording: Recording) -> None:
         ("sglang-0.5", SGLANG_FIRST, 0, 13),
     ],
 )
-def test_events_say_what_the_engine_has_done(
-    folder: str, first: BlockStored, with_adapter: int, with_salt: int
-) -> None:
+def test_events_say_what_the_engine_has_done(folder, first, with_adapter, with_salt):
     [recording] = [r for r in RECORDINGS if r.folder == folder]
     stored = [
         event
@@ -113,9 +108,7 @@ def test_events_say_what_the_engine_has_done(
     [(r, size) for r in RECORDINGS for size in (16, 32) if r.block_size % size == 0],
     ids=lambda value: value.folder if isinstance(value, Recording) else str(value),
 )
-def test_what_is_shown_is_what_the_engine_then_finds(
-    recording: Recording, index_block_size: int
-) -> None:
+def test_what_is_shown_is_what_the_engine_then_finds(recording, index_block_size):
     blocks = EngineBlocks(index_block_size, announces_copies=recording.announces_copies)
     shown = CacheModel()
     hits = overstated = 0

@@ -1,10 +1,7 @@
 """An agent and a publisher on real sockets: each batch arrives once and in order, or is said to be
 lost."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,19 +11,19 @@ from tests.eventually import eventually
 from tests.fakes.events import EventSockets
 from workers.bridge.events import stream as stream_module
 from workers.bridge.events.events import BlockRemoved
-from workers.bridge.events.stream import EventStream, Fresh, Position, Resumption
+from workers.bridge.events.stream import EventStream, Fresh, Resumption
 from workers.bridge.events.vllm import Batch
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch):
     for name in ("PROBE_S", "RETRY_S", "MIN_WAIT_S"):
         monkeypatch.setattr(stream_module, name, 0.05)
     monkeypatch.setattr(stream_module, "REPLY_S", 0.3)
 
 
 @pytest.fixture
-async def publisher() -> AsyncIterator[EventSockets]:
+async def publisher():
     async with EventSockets() as publisher:
         yield publisher
 
@@ -34,30 +31,30 @@ async def publisher() -> AsyncIterator[EventSockets]:
 class Reader:
     """What has come out of a stream: for each beginning, its word and the numbers of events."""
 
-    def __init__(self, stream: EventStream) -> None:
+    def __init__(self, stream):
         self.stream = stream
-        self.lives: list[tuple[Fresh | Resumption, list[int]]] = []
+        self.lives = []
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self):
         return self.lives[-1][1] if self.lives else []
 
-    async def run(self) -> None:
+    async def run(self):
         async for item in self.stream.follow():
             if isinstance(item, Batch):
-                self.lives[-1][1].extend(event.block_hashes[0] for event in item.events)  # type: ignore[union-attr,misc]
+                self.lives[-1][1].extend(event.block_hashes[0] for event in item.events)
             else:
                 self.lives.append((item, []))
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        async def look() -> bool:
+    async def until(self, is_so):
+        async def look():
             return is_so()
 
         await eventually(look)
 
 
 @asynccontextmanager
-async def reading(publisher: EventSockets, after: Position | None = None) -> AsyncIterator[Reader]:
+async def reading(publisher, after=None):
     with (
         zmq.asyncio.Context() as context,
         EventStream(context, publisher.source, after) as stream,
@@ -72,14 +69,12 @@ async def reading(publisher: EventSockets, after: Position | None = None) -> Asy
             await asyncio.wait([running])
 
 
-async def publish(publisher: EventSockets, *numbers: int, times: int = 1) -> None:
+async def publish(publisher, *numbers, times=1):
     for number in numbers:
         publisher.publish([BlockRemoved([number])], times=times)
 
 
-async def test_what_was_published_before_is_replayed_and_what_follows_arrives(
-    publisher: EventSockets,
-) -> None:
+async def test_what_was_published_before_is_replayed_and_what_follows_arrives(publisher):
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
         await publish(publisher, 3, 4)
@@ -88,14 +83,12 @@ async def test_what_was_published_before_is_replayed_and_what_follows_arrives(
         assert reader.lives[0][0] == Fresh(joined_late=False, reason="the agent started")
 
 
-async def test_an_engine_that_has_published_nothing_is_known_to_hold_nothing(
-    publisher: EventSockets,
-) -> None:
+async def test_an_engine_that_has_published_nothing_is_known_to_hold_nothing(publisher):
     async with reading(publisher) as reader:
         assert reader.lives == [(Fresh(joined_late=False, reason="the agent started"), [])]
 
 
-async def test_one_whose_first_batches_are_gone_holds_blocks_that_nobody_knows() -> None:
+async def test_one_whose_first_batches_are_gone_holds_blocks_that_nobody_knows():
     async with EventSockets(buffer=2) as publisher:
         await publish(publisher, 1, 2, 3)
         async with reading(publisher) as reader:
@@ -103,7 +96,7 @@ async def test_one_whose_first_batches_are_gone_holds_blocks_that_nobody_knows()
             assert reader.lives[0][0] == Fresh(joined_late=True, reason="the agent started")
 
 
-async def test_batches_that_do_not_arrive_are_asked_for_again(publisher: EventSockets) -> None:
+async def test_batches_that_do_not_arrive_are_asked_for_again(publisher):
     async with reading(publisher) as reader:
         await publish(publisher, 1)
         await reader.until(lambda: reader.numbers == [1])
@@ -113,7 +106,7 @@ async def test_batches_that_do_not_arrive_are_asked_for_again(publisher: EventSo
         assert len(reader.lives) == 1
 
 
-async def test_the_last_batch_is_missed_only_for_a_moment(publisher: EventSockets) -> None:
+async def test_the_last_batch_is_missed_only_for_a_moment(publisher):
     async with reading(publisher) as reader:
         await publish(publisher, 1)
         await publish(publisher, 2, times=0)
@@ -121,7 +114,7 @@ async def test_the_last_batch_is_missed_only_for_a_moment(publisher: EventSocket
         assert len(reader.lives) == 1
 
 
-async def test_batches_that_arrive_twice_count_once(publisher: EventSockets) -> None:
+async def test_batches_that_arrive_twice_count_once(publisher):
     async with reading(publisher) as reader:
         await publish(publisher, 1, 2, 3, times=3)
         await reader.until(lambda: reader.numbers == [1, 2, 3])
@@ -130,7 +123,7 @@ async def test_batches_that_arrive_twice_count_once(publisher: EventSockets) -> 
         assert reader.stream.counters.duplicates >= 4
 
 
-async def test_what_is_lost_for_good_makes_all_void() -> None:
+async def test_what_is_lost_for_good_makes_all_void():
     async with EventSockets(buffer=1) as publisher, reading(publisher) as reader:
         await publish(publisher, 1)
         await reader.until(lambda: reader.numbers == [1])
@@ -138,13 +131,11 @@ async def test_what_is_lost_for_good_makes_all_void() -> None:
         await publish(publisher, 4)
         await reader.until(lambda: reader.numbers == [4])
         first, *_, last = [word for word, _ in reader.lives]
-        assert (first.joined_late, last.joined_late) == (False, True)  # type: ignore[union-attr]
+        assert (first.joined_late, last.joined_late) == (False, True)
 
 
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])
-async def test_an_engine_that_was_started_again_is_noticed(
-    publisher: EventSockets, num_after: int
-) -> None:
+async def test_an_engine_that_was_started_again_is_noticed(publisher, num_after):
     async with reading(publisher) as reader:
         await publish(publisher, 1, 2)
         await reader.until(lambda: reader.numbers == [1, 2])
@@ -157,9 +148,7 @@ async def test_an_engine_that_was_started_again_is_noticed(
 
 
 @pytest.mark.parametrize("num_after", [0, 3])
-async def test_a_stream_resumes_where_another_left_off(
-    publisher: EventSockets, num_after: int
-) -> None:
+async def test_a_stream_resumes_where_another_left_off(publisher, num_after):
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
         await reader.until(lambda: reader.numbers == [1, 2])
@@ -173,9 +162,7 @@ async def test_a_stream_resumes_where_another_left_off(
 
 
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])
-async def test_a_stream_does_not_resume_at_another_process(
-    publisher: EventSockets, num_after: int
-) -> None:
+async def test_a_stream_does_not_resume_at_another_process(publisher, num_after):
     await publish(publisher, 1, 2)
     async with reading(publisher) as reader:
         await reader.until(lambda: reader.numbers == [1, 2])
@@ -189,7 +176,7 @@ async def test_a_stream_does_not_resume_at_another_process(
         assert not reader.lives[0][0].joined_late
 
 
-async def test_a_stream_does_not_resume_where_batches_are_gone() -> None:
+async def test_a_stream_does_not_resume_where_batches_are_gone():
     async with EventSockets(buffer=2) as publisher:
         await publish(publisher, 1)
         async with reading(publisher) as reader:
@@ -198,13 +185,13 @@ async def test_a_stream_does_not_resume_where_batches_are_gone() -> None:
         await publish(publisher, 2, 3, 4)
         async with reading(publisher, position) as reader:
             await reader.until(lambda: reader.numbers == [3, 4])
-            assert reader.lives[0][0].joined_late  # type: ignore[union-attr]
+            assert reader.lives[0][0].joined_late
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_while_an_engine_does_not_answer_what_is_known_is_kept_and_not_current(
-    publisher: EventSockets, restarts: bool
-) -> None:
+    publisher, restarts
+):
     async with reading(publisher) as reader:
         await publish(publisher, 1)
         await reader.until(lambda: reader.numbers == [1] and reader.stream.is_current)
@@ -218,7 +205,7 @@ async def test_while_an_engine_does_not_answer_what_is_known_is_kept_and_not_cur
         assert reader.numbers == ([2] if restarts else [1, 2])
 
 
-async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
+async def test_without_a_replay_socket_a_gap_makes_all_void():
     async with EventSockets(replays=False) as publisher, reading(publisher) as reader:
         while not reader.numbers:  # until the subscription has reached it
             await publish(publisher, 0)
@@ -227,10 +214,10 @@ async def test_without_a_replay_socket_a_gap_makes_all_void() -> None:
         assert reader.stream.is_current
         await publish(publisher, 3, 4)
         await reader.until(lambda: reader.numbers == [3, 4])
-        assert all(word.joined_late for word, _ in reader.lives)  # type: ignore[union-attr]
+        assert all(word.joined_late for word, _ in reader.lives)
 
 
-async def test_batches_of_another_rank_are_counted_and_left_out(publisher: EventSockets) -> None:
+async def test_batches_of_another_rank_are_counted_and_left_out(publisher):
     async with reading(publisher) as reader:
         publisher.publish([BlockRemoved([1])], rank=5)
         publisher.publish([BlockRemoved([2])], rank=None)
@@ -238,7 +225,7 @@ async def test_batches_of_another_rank_are_counted_and_left_out(publisher: Event
         assert reader.stream.counters.of_other_ranks == 1
 
 
-async def test_what_is_no_batch_is_handed_on_as_broken(publisher: EventSockets) -> None:
+async def test_what_is_no_batch_is_handed_on_as_broken(publisher):
     with (
         zmq.asyncio.Context() as context,
         EventStream(context, publisher.source) as stream,

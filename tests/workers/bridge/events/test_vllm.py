@@ -1,9 +1,6 @@
 """Batches of events, in the bytes that engines publish and in those that would be a mistake."""
 
-from __future__ import annotations
-
 from dataclasses import fields
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,18 +11,18 @@ from workers.bridge.events.vllm import WireError, decode, encode
 STORED = BlockStored([7, b"\x01" * 32], 5, [1, 2, 3, 4], 2, medium="GPU", lora_name="sql")
 
 
-def packed(*events: Any, ts: float = 1.5, rank: Any = None) -> bytes:
+def packed(*events, ts=1.5, rank=None):
     return msgspec.msgpack.encode([ts, list(events), rank])
 
 
-def test_events_that_were_encoded_are_decoded_as_they_were() -> None:
+def test_events_that_were_encoded_are_decoded_as_they_were():
     events = [STORED, BlockRemoved([7], "CPU", 1), AllBlocksCleared()]
     batch = decode(encode(2.5, events, 3))
     assert (batch.ts, batch.events, batch.rank) == (2.5, events, 3)
     assert (batch.num_unknown, batch.num_broken) == (0, 0)
 
 
-def test_no_field_of_an_event_is_lost() -> None:
+def test_no_field_of_an_event_is_lost():
     stored = BlockStored(
         [7],
         5,
@@ -48,7 +45,7 @@ def test_no_field_of_an_event_is_lost() -> None:
     assert decode(encode(1.0, [stored, removed])).events == [stored, removed]
 
 
-def test_maps_and_arrays_of_one_batch_are_told_apart_one_by_one() -> None:
+def test_maps_and_arrays_of_one_batch_are_told_apart_one_by_one():
     as_map = {
         "type": "BlockStored",
         "block_hashes": [7, b"\x01" * 32],
@@ -64,7 +61,7 @@ def test_maps_and_arrays_of_one_batch_are_told_apart_one_by_one() -> None:
     assert batch.events == [STORED, STORED, BlockRemoved([7]), AllBlocksCleared()]
 
 
-def test_the_last_fields_of_an_array_are_the_newest() -> None:
+def test_the_last_fields_of_an_array_are_the_newest():
     old = ["BlockStored", [7], None, [1], 1, None, "GPU", None, [["s"]], 2, "mla_attention"]
     (event,) = decode(packed(old)).events
     assert isinstance(event, BlockStored)
@@ -72,14 +69,14 @@ def test_the_last_fields_of_an_array_are_the_newest() -> None:
     assert event.kv_cache_spec_kind == "mla_attention"
 
 
-def test_fields_and_elements_that_are_not_known_are_ignored() -> None:
+def test_fields_and_elements_that_are_not_known_are_ignored():
     as_map = {"type": "BlockRemoved", "block_hashes": [7], "reason": {"why": [1]}}
     batch = decode(packed(as_map, ["BlockRemoved", [8], "GPU", 0, None, {"more": 1}]))
-    assert [event.block_hashes for event in batch.events] == [[7], [8]]  # type: ignore[union-attr]
+    assert [event.block_hashes for event in batch.events] == [[7], [8]]
 
 
 @pytest.mark.parametrize("event", [{"type": "New"}, ["New", 1], {"no": "type"}, [], 7, None, "x"])
-def test_an_event_of_a_kind_that_is_not_known_is_counted_and_skipped(event: Any) -> None:
+def test_an_event_of_a_kind_that_is_not_known_is_counted_and_skipped(event):
     batch = decode(packed(event, ["AllBlocksCleared"]))
     assert batch.events == [AllBlocksCleared()]
     assert (batch.num_unknown, batch.num_broken) == (1, 0)
@@ -94,7 +91,7 @@ def test_an_event_of_a_kind_that_is_not_known_is_counted_and_skipped(event: Any)
         ["BlockRemoved"],
     ],
 )
-def test_an_event_that_cannot_be_read_counts_as_missed(event: Any) -> None:
+def test_an_event_that_cannot_be_read_counts_as_missed(event):
     batch = decode(packed(event, ["AllBlocksCleared"]))
     assert batch.events == [AllBlocksCleared()]
     assert (batch.num_unknown, batch.num_broken) == (0, 1)
@@ -113,10 +110,10 @@ def test_an_event_that_cannot_be_read_counts_as_missed(event: Any) -> None:
         msgspec.msgpack.encode([1.5, [], "rank"]),
     ],
 )
-def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+def test_what_is_no_batch_is_refused(payload):
     with pytest.raises(WireError, match="not a batch of events"):
         decode(payload)
 
 
-def test_a_batch_may_end_without_a_rank() -> None:
+def test_a_batch_may_end_without_a_rank():
     assert decode(msgspec.msgpack.encode([1, []])).rank is None

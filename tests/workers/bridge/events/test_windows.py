@@ -1,8 +1,5 @@
 """Events of groups with sliding windows or recurrent states, and the blocks that are shown then."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import lcm
@@ -12,16 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.events import Ends
-from app.core.overlaps import Back, Resume
-from app.core.types import SequenceHash, TierOverlap
+from app.core.overlaps import Resume
+from app.core.types import TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of
 from workers.agent.ownership import Ownership
 from workers.bridge.events.events import (
     AllBlocksCleared,
-    BlockHash,
     BlockRemoved,
     BlockStored,
-    EngineEvent,
 )
 
 FULL, WINDOW, OTHER = 0, 1, 2
@@ -30,16 +25,7 @@ SEEN = 2 * SIZE + 1
 """Tokens in a window that needs two blocks."""
 
 
-def stored(
-    names: Sequence[BlockHash],
-    group: int,
-    parent: BlockHash | None = None,
-    *,
-    start: int = 0,
-    kind: str | None = None,
-    seen: int | None = SEEN,
-    medium: str = "GPU",
-) -> BlockStored:
+def stored(names, group, parent=None, *, start=0, kind=None, seen=SEEN, medium="GPU"):
     kind = kind or KINDS[group]
     return BlockStored(
         names,
@@ -53,7 +39,7 @@ def stored(
     )
 
 
-def removed(*names: BlockHash, group: int) -> BlockRemoved:
+def removed(*names, group):
     return BlockRemoved(names, "GPU", group)
 
 
@@ -61,7 +47,7 @@ NAMES = [11, 12, 13, 14, 15, 16]
 
 
 @pytest.fixture
-def windowed(holder: Holder) -> Holder:
+def windowed(holder):
     """Holds six blocks in both groups."""
     holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW))
     assert holder.overlap() == TierOverlap(device=6)
@@ -69,18 +55,16 @@ def windowed(holder: Holder) -> Holder:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_blocks_are_shown_once_the_window_group_holds_them_too(holder: Holder, order: int) -> None:
+def test_blocks_are_shown_once_the_window_group_holds_them_too(holder, order):
     holder.take(*[stored(NAMES, FULL), stored(NAMES, WINDOW)][::order])
     assert holder.overlap() == TierOverlap(device=6)
 
 
-def test_an_engine_without_windows_tells_of_no_ends(holder: Holder) -> None:
+def test_an_engine_without_windows_tells_of_no_ends(holder):
     assert not any(isinstance(one, Ends) for one in holder.blocks.take(stored(NAMES, FULL)))
 
 
-def test_the_overlap_ends_where_the_window_group_lost_a_block_of_the_window(
-    windowed: Holder,
-) -> None:
+def test_the_overlap_ends_where_the_window_group_lost_a_block_of_the_window(windowed):
     windowed.take(removed(16, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=5)
     windowed.take(removed(14, group=WINDOW))
@@ -89,14 +73,14 @@ def test_the_overlap_ends_where_the_window_group_lost_a_block_of_the_window(
     assert windowed.overlap() == TierOverlap(device=1)
 
 
-def test_blocks_before_the_window_are_not_needed(windowed: Holder) -> None:
+def test_blocks_before_the_window_are_not_needed(windowed):
     windowed.take(removed(11, 12, 13, 14, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=6)
     windowed.take(removed(15, group=WINDOW))
     assert windowed.overlap() == TierOverlap()
 
 
-def test_what_is_stored_again_is_shown_again(windowed: Holder) -> None:
+def test_what_is_stored_again_is_shown_again(windowed):
     windowed.take(removed(12, 13, 14, 15, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=1)
     windowed.take(stored([15], WINDOW, 14, start=4))
@@ -108,9 +92,7 @@ def test_what_is_stored_again_is_shown_again(windowed: Holder) -> None:
 
 
 @pytest.mark.parametrize(("seen", "num_blocks"), [(2, 1), (SIZE + 1, 1), (SIZE + 2, 2), (None, 6)])
-def test_a_window_needs_the_blocks_that_hold_the_tokens_it_sees(
-    holder: Holder, seen: int | None, num_blocks: int
-) -> None:
+def test_a_window_needs_the_blocks_that_hold_the_tokens_it_sees(holder, seen, num_blocks):
     holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW, seen=seen))
     holder.take(removed(*NAMES[: 6 - num_blocks], group=WINDOW))
     assert holder.overlap() == TierOverlap(device=6)
@@ -118,7 +100,7 @@ def test_a_window_needs_the_blocks_that_hold_the_tokens_it_sees(
     assert holder.overlap() == TierOverlap()
 
 
-def test_a_recurrent_state_is_needed_at_the_end_only(holder: Holder) -> None:
+def test_a_recurrent_state_is_needed_at_the_end_only(holder):
     states = replace(stored(NAMES[:4], WINDOW, kind="mamba"), block_hashes=[14])
     holder.take(stored(NAMES, FULL), states)
     assert holder.overlap() == TierOverlap(device=4)
@@ -127,41 +109,41 @@ def test_a_recurrent_state_is_needed_at_the_end_only(holder: Holder) -> None:
 
 
 @pytest.mark.parametrize("seen", [SEEN, SIZE])
-def test_each_group_with_a_window_has_to_hold_its_own(windowed: Holder, seen: int) -> None:
+def test_each_group_with_a_window_has_to_hold_its_own(windowed, seen):
     windowed.take(stored(NAMES[:3], OTHER, seen=seen))
     assert windowed.overlap() == TierOverlap(device=3)
     windowed.take(removed(13, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=2)
 
 
-def test_a_copy_of_a_window_block_suffices(windowed: Holder) -> None:
+def test_a_copy_of_a_window_block_suffices(windowed):
     windowed.take(stored([16], WINDOW, 15, start=5), removed(16, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=6)
     windowed.take(replace(removed(16, group=WINDOW), remaining_copy_counts=[0]))
     assert windowed.overlap() == TierOverlap(device=5)
 
 
-def test_an_offloaded_window_block_suffices(windowed: Holder) -> None:
+def test_an_offloaded_window_block_suffices(windowed):
     windowed.take(replace(announced([16]), group_idx=WINDOW), removed(16, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=6)
     windowed.take(BlockRemoved([16], "CPU", WINDOW))
     assert windowed.overlap() == TierOverlap(device=5)
 
 
-def test_only_the_tiers_of_the_group_that_counts_are_shown(windowed: Holder) -> None:
+def test_only_the_tiers_of_the_group_that_counts_are_shown(windowed):
     windowed.take(replace(announced([11, 12, 16]), group_idx=FULL), removed(12, group=FULL))
     assert windowed.overlap() == TierOverlap(device=1, host=5)
     windowed.take(BlockRemoved([11, 12, 16], "CPU", FULL))
     assert windowed.overlap() == TierOverlap(device=1)
 
 
-def test_remote_blocks_of_a_window_do_not_count(windowed: Holder) -> None:
+def test_remote_blocks_of_a_window_do_not_count(windowed):
     windowed.take(removed(16, group=WINDOW))
     windowed.take(replace(stored([16], WINDOW, 15, start=5), locality="REMOTE"))
     assert windowed.overlap() == TierOverlap(device=5)
 
 
-def test_a_clear_forgets_what_windows_hold_but_not_what_they_need(windowed: Holder) -> None:
+def test_a_clear_forgets_what_windows_hold_but_not_what_they_need(windowed):
     windowed.take(AllBlocksCleared(), stored(NAMES, FULL))
     assert windowed.overlap() == TierOverlap()
     windowed.take(stored(NAMES[:2], WINDOW))
@@ -169,14 +151,14 @@ def test_a_clear_forgets_what_windows_hold_but_not_what_they_need(windowed: Hold
 
 
 @pytest.mark.parametrize("kind", ["chunked_local_attention", "cross_attention", "unknown"])
-def test_a_group_whose_needs_events_do_not_say_needs_all(holder: Holder, kind: str) -> None:
+def test_a_group_whose_needs_events_do_not_say_needs_all(holder, kind):
     holder.take(stored(NAMES, FULL), stored(NAMES[:4], WINDOW, kind=kind))
     assert holder.overlap() == TierOverlap(device=4)
     holder.take(removed(12, group=WINDOW))
     assert holder.overlap() == TierOverlap(device=1)
 
 
-def test_another_group_with_attention_over_the_whole_prefix_needs_all(holder: Holder) -> None:
+def test_another_group_with_attention_over_the_whole_prefix_needs_all(holder):
     holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW, kind="full_attention"))
     assert holder.overlap() == TierOverlap(device=6)
     holder.take(removed(13, group=WINDOW))
@@ -185,9 +167,7 @@ def test_another_group_with_attention_over_the_whole_prefix_needs_all(holder: Ho
     assert holder.overlap() == TierOverlap(device=6)
 
 
-def test_a_prompt_that_branches_off_between_two_ends_is_reused_up_to_the_first(
-    windowed: Holder,
-) -> None:
+def test_a_prompt_that_branches_off_between_two_ends_is_reused_up_to_the_first(windowed):
     windowed.take(removed(13, 14, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=6)
     for length, reused in ((5, 2), (4, 2), (3, 2), (2, 2), (1, 1)):
@@ -195,11 +175,11 @@ def test_a_prompt_that_branches_off_between_two_ends_is_reused_up_to_the_first(
         assert windowed.overlap(branch) == TierOverlap(device=reused)
 
 
-def test_a_snapshot_of_what_windows_hold_is_not_taken(windowed: Holder) -> None:
+def test_a_snapshot_of_what_windows_hold_is_not_taken(windowed):
     assert windowed.blocks.snapshot() is None
 
 
-def test_the_part_of_a_block_at_the_end_of_a_prompt_is_left_out(holder: Holder) -> None:
+def test_the_part_of_a_block_at_the_end_of_a_prompt_is_left_out(holder):
     large = replace(stored(NAMES[:1], FULL), block_size=2 * SIZE, token_ids=TOKENS[: 2 * SIZE])
     holder.take(large, stored([13], FULL, 99, start=3))
     holder.clock.now = 60
@@ -208,9 +188,7 @@ def test_the_part_of_a_block_at_the_end_of_a_prompt_is_left_out(holder: Holder) 
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_where_events_leave_blocks_out_these_were_before_what_all_groups_have(
-    holder: Holder, order: int
-) -> None:
+def test_where_events_leave_blocks_out_these_were_before_what_all_groups_have(holder, order):
     """The blocks of the first group are twice as long: 12, 14 and 16 end theirs."""
     large = replace(stored([12, 14, 16], FULL), block_size=2 * SIZE, token_ids=TOKENS[: 6 * SIZE])
     masked = replace(stored(NAMES, WINDOW), block_hashes=[12, 15, 16])
@@ -233,16 +211,16 @@ class Engine:
     many of its own it needs before an end. Group 0 needs all.
     """
 
-    def __init__(self, sizes: list[int], needed: list[int]) -> None:
+    def __init__(self, sizes, needed):
         self.sizes, self.needed = sizes, needed
         self.holder, self.ownership = Holder(), Ownership()
-        self.shown: dict[SequenceHash, Back] = {}
-        self.names: dict[Prompt, BlockHash] = {}
-        self.held: list[list[Prompt]] = [[] for _ in sizes]
+        self.shown = {}
+        self.names = {}
+        self.held = [[] for _ in sizes]
         for group in range(len(sizes)):
             self.store(group, (9,) * lcm(*sizes))
 
-    def take(self, event: EngineEvent) -> None:
+    def take(self, event):
         changes = self.holder.blocks.take(event)
         self.ownership.apply(changes)
         self.ownership.check()
@@ -254,18 +232,18 @@ class Engine:
             else:
                 self.shown[block] = back
 
-    def promised(self, prompt: Prompt) -> int:
+    def promised(self, prompt):
         """How many blocks of a longer prompt are promised to be reused."""
         chain = chain_of(tokens_of(prompt))
         held = next((n for n, block in enumerate(chain) if block not in self.shown), len(chain))
         back = self.shown[chain[held - 1]] if held else 0
         return Resume.of(held, back).last if back else held
 
-    def ends(self, group: int, prompt: Prompt) -> list[Prompt]:
+    def ends(self, group, prompt):
         """The prefixes of `prompt` that end with a block of the group."""
         return [prompt[:n] for n in range(self.sizes[group], len(prompt) + 1, self.sizes[group])]
 
-    def store(self, group: int, prompt: Prompt, skipped: int = 0) -> None:
+    def store(self, group, prompt, skipped=0):
         """Those of the prompt's blocks that the group lacks, each stretch in an event; with a
         window, without the first `skipped`."""
         ends = self.ends(group, prompt)
@@ -287,15 +265,15 @@ class Engine:
             )
         self.held[group] += [ends[at] for at in lacking]
 
-    def remove(self, group: int, at: int) -> None:
+    def remove(self, group, at):
         if self.held[group]:
             end = self.held[group].pop(at % len(self.held[group]))
             self.take(removed(self.name(end), group=group))
 
-    def name(self, end: Prompt) -> BlockHash:
+    def name(self, end):
         return self.names.setdefault(end, len(self.names))
 
-    def can_resume_after(self, prompt: Prompt) -> bool:
+    def can_resume_after(self, prompt):
         ends = [self.ends(group, prompt) for group in range(len(self.sizes))]
         return all(each[-1:] == [prompt] for each in ends) and all(
             end in self.held[group]
@@ -303,11 +281,11 @@ class Engine:
             for end in ends[group][-num if group else 0 :]
         )
 
-    def reused(self, prompt: Prompt) -> int:
+    def reused(self, prompt):
         lengths = range(len(prompt), 0, -1)
         return next((n for n in lengths if self.can_resume_after(prompt[:n])), 0)
 
-    def check(self, prompt: Prompt) -> None:
+    def check(self, prompt):
         """What is promised is what is reused, wherever a prompt leaves what is held."""
         for length in range(len(prompt) + 1):
             reused = self.reused(prompt[:length])
@@ -315,7 +293,7 @@ class Engine:
             assert self.promised(prompt[:length]) == reused
 
 
-def tokens_of(prompt: Prompt) -> list[int]:
+def tokens_of(prompt):
     return [token for block in prompt for token in range(block * SIZE, (block + 1) * SIZE)]
 
 
@@ -333,13 +311,9 @@ STEP = st.one_of(
     st.tuples(*[st.integers(1, 4)] * 3),
     st.lists(STEP, max_size=40),
 )
-def test_whatever_groups_store_and_remove_what_is_promised_is_reused(
-    sizes: tuple[int, ...],
-    needed: tuple[int, ...],
-    steps: list[tuple[set[int], Prompt, int] | tuple[int, int]],
-) -> None:
+def test_whatever_groups_store_and_remove_what_is_promised_is_reused(sizes, needed, steps):
     engine = Engine([*sizes], [*needed])
-    prompts: list[Prompt] = [(9,) * 12]
+    prompts = [(9,) * 12]
     for step in steps:
         match step:
             case set() as groups, tuple() as prompt, int() as skipped:

@@ -1,9 +1,5 @@
 """What an agent finds out about the engine beside it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import aiohttp
 import orjson
 import pytest
@@ -12,7 +8,7 @@ from aiohttp.test_utils import unused_port
 from app.core.errors import EngineUnavailable, EngineUnfit
 from app.core.trust import TOP, Trust
 from tests.fakes.engine import fake_engine
-from tests.fakes.facts import SGLANG, SGLANG_INFO, VLLM, Answers, sglang, vllm_metrics
+from tests.fakes.facts import SGLANG, SGLANG_INFO, VLLM, sglang, vllm_metrics
 from tests.fakes.faults import HANG_S, Faults
 from tests.workers.bridge.http.conftest import serving
 from workers.bridge.http import engine as engine_client
@@ -25,22 +21,22 @@ HOST = "127.0.0.1"
 EVENTS = "tcp://*:5557"
 
 
-async def facts_of(answers: Answers, overrides: Overrides = NO_OVERRIDES) -> EngineFacts:
+async def facts_of(answers, overrides=NO_OVERRIDES):
     async with serving(answers) as (session, url):
         return await discover(session, url, overrides)
 
 
-def vllm_sources(*configs: dict[str, Any]) -> Answers:
+def vllm_sources(*configs):
     own = orjson.loads(VLLM["/kv_event_sources"])["0"]
     listed = {str(rank): own | config for rank, config in enumerate(configs)}
     return VLLM | {"/kv_event_sources": listed}
 
 
-def without_label(name: bytes) -> tuple[bytes, bytes]:
+def without_label(name):
     return b"," + name + b'="', b',not_said="'
 
 
-async def test_vllm_says_all_of_it() -> None:
+async def test_vllm_says_all_of_it():
     assert await facts_of(VLLM) == EngineFacts(
         kind="vllm",
         version="0.32.0",
@@ -60,7 +56,7 @@ async def test_vllm_says_all_of_it() -> None:
     )
 
 
-async def test_sglang_says_all_but_when_it_started() -> None:
+async def test_sglang_says_all_but_when_it_started():
     assert await facts_of(SGLANG) == EngineFacts(
         kind="sglang",
         version="0.5.23",
@@ -81,7 +77,7 @@ async def test_sglang_says_all_but_when_it_started() -> None:
     )
 
 
-async def test_each_rank_of_vllm_has_the_ports_that_it_reports() -> None:
+async def test_each_rank_of_vllm_has_the_ports_that_it_reports():
     facts = await facts_of(
         vllm_sources(
             {"endpoint": "tcp://*:7001", "replay_endpoint": None},
@@ -94,7 +90,7 @@ async def test_each_rank_of_vllm_has_the_ports_that_it_reports() -> None:
     )
 
 
-async def test_adapters_are_told_from_other_names_of_the_model() -> None:
+async def test_adapters_are_told_from_other_names_of_the_model():
     cards = [
         {"id": "llama", "parent": None, "max_model_len": 4096},
         {"id": "poems", "parent": "llama"},
@@ -104,8 +100,8 @@ async def test_adapters_are_told_from_other_names_of_the_model() -> None:
     assert (facts.models, facts.adapters) == (("llama", "also-llama"), ("poems",))
 
 
-async def test_adapters_are_known_by_what_they_were_loaded_from() -> None:
-    cards: list[dict[str, Any]] = [
+async def test_adapters_are_known_by_what_they_were_loaded_from():
+    cards = [
         {"id": "llama", "root": "/models/llama"},
         {"id": "poems", "parent": "llama", "root": "/adapters/poems"},
         {"id": "prose", "parent": "llama"},
@@ -115,7 +111,7 @@ async def test_adapters_are_known_by_what_they_were_loaded_from() -> None:
     assert facts.folders == (("poems", "/adapters/poems"),)
 
 
-async def test_hits_of_a_hybrid_model_land_on_its_alignment() -> None:
+async def test_hits_of_a_hybrid_model_land_on_its_alignment():
     facts = await facts_of(
         vllm_metrics(
             (b'cache_hit_alignment_tokens="None"', b'cache_hit_alignment_tokens="1056"'),
@@ -137,8 +133,8 @@ async def test_hits_of_a_hybrid_model_land_on_its_alignment() -> None:
     ],
 )
 async def test_speculation_costs_vllm_the_last_block_of_a_hit_unless_hashes_look_ahead(
-    version: str, has_connector: bool, recomputed: int
-) -> None:
+    version, has_connector, recomputed
+):
     metrics = VLLM["/metrics"] + b'\nvllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
     if has_connector:
         metrics += b'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 0.0\n'
@@ -147,7 +143,7 @@ async def test_speculation_costs_vllm_the_last_block_of_a_hit_unless_hashes_look
     assert facts.lookahead_tokens == (0 if recomputed else 1)
 
 
-async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks() -> None:
+async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks():
     two = b'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0\n'
     answers = vllm_metrics(
         without_label(b"kv_cache_size_tokens"), without_label(b"effective_attention_block_size")
@@ -156,8 +152,8 @@ async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks() -> None:
     assert (facts.block_size, facts.capacity_tokens) == (32, 32_768 * 32 // 2)
 
 
-async def test_flags_take_the_place_of_what_vllm_does_not_say() -> None:
-    old: Answers = {"/version": {"version": "0.9.0"}}
+async def test_flags_take_the_place_of_what_vllm_does_not_say():
+    old = {"/version": {"version": "0.9.0"}}
     facts = await facts_of(
         old,
         Overrides(
@@ -179,7 +175,7 @@ async def test_flags_take_the_place_of_what_vllm_does_not_say() -> None:
     )
 
 
-async def test_flags_take_precedence_over_what_sglang_says() -> None:
+async def test_flags_take_precedence_over_what_sglang_says():
     overrides = Overrides(
         events_endpoint="tcp://other:9001", engine_block_size=64, data_parallel_size=1
     )
@@ -188,7 +184,7 @@ async def test_flags_take_precedence_over_what_sglang_says() -> None:
     assert facts.sources == (EventSource(0, "tcp://other:9001", None),)
 
 
-async def test_sglang_before_it_described_its_publisher_is_known_by_its_settings() -> None:
+async def test_sglang_before_it_described_its_publisher_is_known_by_its_settings():
     info = {
         name: value
         for name, value in SGLANG_INFO.items()
@@ -226,12 +222,12 @@ SGLANG_EVENTS = (
         (vllm_metrics((b'block_size="32"', b'block_size="-32"')), "--engine-block-size 16"),
         (VLLM | {"/metrics": b""}, "without --disable-log-stats"),
         (sglang(kv_events_config='{"endpoint":"tcp://10.0.0.1:5557"}'), SGLANG_EVENTS),
-        (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),  # type: ignore[operator]
+        (sglang(kv_events=SGLANG_INFO["kv_events"] | {"block_size": 1}), "--page-size 16"),
     ],
 )
 async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_make_it_exact(
-    answers: Answers, flag: str
-) -> None:
+    answers, flag
+):
     facts = await facts_of(answers)
     assert facts.rung.trust is Trust.APPROXIMATE
     assert flag in facts.rung.trust_cause
@@ -244,7 +240,7 @@ async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_mak
 
 
 @pytest.mark.parametrize("answers", [VLLM, SGLANG])
-async def test_an_agent_that_is_to_listen_to_nothing_does_not_listen(answers: Answers) -> None:
+async def test_an_agent_that_is_to_listen_to_nothing_does_not_listen(answers):
     facts = await facts_of(answers, Overrides(events_endpoint="none"))
     assert facts.rung.trust is Trust.APPROXIMATE
     assert "take away --events-endpoint none" in facts.rung.trust_cause
@@ -263,16 +259,14 @@ NO_PREFIXES = (b'enable_prefix_caching="True"', b'enable_prefix_caching="False"'
         (sglang(disaggregation_mode="decode"), "--disaggregation-decode-enable-radix-cache"),
     ],
 )
-async def test_of_an_engine_that_caches_no_prefixes_load_alone_counts(
-    answers: Answers, flag: str
-) -> None:
+async def test_of_an_engine_that_caches_no_prefixes_load_alone_counts(answers, flag):
     facts = await facts_of(answers)
     assert facts.rung.trust is Trust.LOAD_ONLY
     assert flag in facts.rung.trust_cause
     assert {source.endpoint for source in facts.sources} == {""}
 
 
-async def test_an_engine_that_does_not_say_how_much_it_holds_is_exact() -> None:
+async def test_an_engine_that_does_not_say_how_much_it_holds_is_exact():
     silent = (without_label(b"kv_cache_size_tokens"), without_label(b"num_gpu_blocks"))
     for answers in (vllm_metrics(*silent), sglang(max_total_num_tokens=None)):
         facts = await facts_of(answers)
@@ -280,9 +274,7 @@ async def test_an_engine_that_does_not_say_how_much_it_holds_is_exact() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, None])
-async def test_without_events_neither_block_size_nor_capacity_has_to_be_told(
-    page_size: int | None,
-) -> None:
+async def test_without_events_neither_block_size_nor_capacity_has_to_be_told(page_size):
     untold = VLLM | {"/metrics": b"", "/kv_event_sources": {}}
     info = sglang(kv_events=None, page_size=page_size, max_total_num_tokens=None)
     for answers in (untold, info):
@@ -294,7 +286,7 @@ MODELS = {"data": [{"id": "qwen", "object": "model", "owned_by": "llamacpp"}]}
 
 
 @pytest.mark.parametrize("more", [{}, {"/version": {"version": "1.0"}}, {"/metrics": b"a 1\n"}])
-async def test_any_other_server_of_that_api_is_an_engine(more: Answers) -> None:
+async def test_any_other_server_of_that_api_is_an_engine(more):
     facts = await facts_of({"/v1/models": MODELS} | dict(more))
     assert (facts.kind, facts.version, facts.models) == ("openai", "llamacpp", ("qwen",))
     assert "--kv-events-config" in facts.rung.trust_cause
@@ -312,7 +304,7 @@ async def test_any_other_server_of_that_api_is_an_engine(more: Answers) -> None:
         ({}, "--model NAME"),
     ],
 )
-async def test_one_line_names_the_flag_that_is_missing(answers: Answers, flag: str) -> None:
+async def test_one_line_names_the_flag_that_is_missing(answers, flag):
     with pytest.raises(EngineUnfit) as raised:
         await facts_of(answers)
     assert flag in str(raised.value)
@@ -324,32 +316,32 @@ async def test_one_line_names_the_flag_that_is_missing(answers: Answers, flag: s
     [{"/version": 503}, VLLM | {"/metrics": 500}, SGLANG | {"/ready": 503}],
     ids=["starting", "failing", "warming up"],
 )
-async def test_an_engine_that_is_not_ready_may_be_asked_later(answers: Answers) -> None:
+async def test_an_engine_that_is_not_ready_may_be_asked_later(answers):
     with pytest.raises(EngineUnavailable):
         await facts_of(answers)
 
 
-async def test_an_engine_that_refuses_connections_may_be_asked_later() -> None:
+async def test_an_engine_that_refuses_connections_may_be_asked_later():
     async with aiohttp.ClientSession() as session:
         with pytest.raises(EngineUnavailable):
             await discover(session, f"http://{HOST}:{unused_port()}")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[", "ftp://127.0.0.1"])
-async def test_a_url_that_is_none_is_named(url: str) -> None:
+async def test_a_url_that_is_none_is_named(url):
     async with aiohttp.ClientSession() as session:
         with pytest.raises(EngineUnfit, match="--engine-url"):
             await discover(session, url)
 
 
-async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_without_end_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr(engine_client, "MAX_ANSWER_BYTES", 100_000)
     async with serving({"/metrics": bytes(100_001)}) as (session, url):
         with pytest.raises(EngineUnavailable, match="100,000 bytes"):
             await EngineHttp(session, url).get("/metrics")
 
 
-async def test_an_engine_that_does_not_answer_is_given_up() -> None:
+async def test_an_engine_that_does_not_answer_is_given_up():
     async with fake_engine() as engine, aiohttp.ClientSession() as session:
         engine.faults = Faults(metrics_s=HANG_S)
         with pytest.raises(EngineUnavailable, match="does not answer"):

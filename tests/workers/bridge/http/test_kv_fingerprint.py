@@ -1,11 +1,7 @@
 """What an engine tells of its KV, at the port where others ask before they fetch."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 import pytest
@@ -39,13 +35,13 @@ PAYLOAD = msgspec.msgpack.encode(
 
 
 @asynccontextmanager
-async def side_channel(answer: bytes | None) -> AsyncIterator[tuple[int, list[Any]]]:
+async def side_channel(answer):
     """Its port, and what it was asked. None: it does not answer."""
-    asked: list[Any] = []
+    asked = []
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as listening:
         port = listening.bind_to_random_port("tcp://127.0.0.1")
 
-        async def serve() -> None:
+        async def serve():
             while True:
                 identity, _, question = await listening.recv_multipart()
                 asked.append(msgspec.msgpack.decode(question))
@@ -59,13 +55,13 @@ async def side_channel(answer: bytes | None) -> AsyncIterator[tuple[int, list[An
         await asyncio.wait([serving])
 
 
-async def told(port: int, *hosts: str) -> dict[str, str]:
+async def told(port, *hosts):
     with zmq.asyncio.Context() as context:
         found = await kv_fingerprint.of_vllm(context, FACTS, hosts, port)
     return {name: value for name, _, value in (one.partition("=") for one in found)}
 
 
-async def test_all_that_decides_is_told_by_the_engine() -> None:
+async def test_all_that_decides_is_told_by_the_engine():
     async with side_channel(PAYLOAD) as (port, asked):
         assert await told(port, "127.0.0.1") == {
             "engine": "vllm 0.32.0",
@@ -83,9 +79,7 @@ async def test_all_that_decides_is_told_by_the_engine() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"what?", msgspec.msgpack.encode({"a": 1})])
-async def test_what_cannot_be_read_is_not_known(
-    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_be_read_is_not_known(answer, monkeypatch):
     monkeypatch.setattr(kv_fingerprint, "HANDSHAKE_S", 0.3)
     async with side_channel(answer) as (port, _):
         found = await told(port, "127.0.0.1")
@@ -96,19 +90,19 @@ async def test_what_cannot_be_read_is_not_known(
     }
 
 
-async def test_the_first_host_that_answers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_host_that_answers_counts(monkeypatch):
     monkeypatch.setattr(kv_fingerprint, "HANDSHAKE_S", 0.5)
     async with side_channel(PAYLOAD) as (port, _):
         found = await told(port, "host.invalid", "127.0.0.2", "127.0.0.1")
     assert found["handshake"] == "5f0c" * 4
 
 
-async def test_a_host_is_known_by_its_addresses_too() -> None:
+async def test_a_host_is_known_by_its_addresses_too():
     hosts = await kv_hosts("LOCALHOST", "10.9.8.7", "")
     assert "localhost" in hosts
     assert {"127.0.0.1", "::1"} & set(hosts)
     assert "10.9.8.7" in hosts
 
 
-async def test_a_host_without_an_address_is_known_by_its_name() -> None:
+async def test_a_host_without_an_address_is_known_by_its_name():
     assert await kv_hosts("no-such-host.invalid") == ("no-such-host.invalid",)

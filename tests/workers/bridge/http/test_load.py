@@ -1,18 +1,14 @@
 """What is read of an engine's load."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from app.core.errors import EngineUnavailable
-from tests.fakes.facts import SGLANG, VLLM, Answers, vllm_metrics
+from tests.fakes.facts import SGLANG, VLLM, vllm_metrics
 from tests.workers.bridge.http.conftest import engine_of
-from workers.bridge.http.facts import EngineKind, EngineLoad, EngineReading
+from workers.bridge.http.facts import EngineLoad, EngineReading
 from workers.bridge.http.load import LoadReader, SamplePattern
 
-LOADS: dict[str, Any] = {
+LOADS = {
     "dp_rank": 1,
     "num_running_reqs": 3,
     "num_waiting_reqs": 2,
@@ -31,21 +27,21 @@ sglang:cache_hit_rate{model_name="llama",tp_rank="0",dp_rank="1"} 0.125
 """
 
 
-async def reading(kind: EngineKind, answers: Answers) -> EngineReading:
+async def reading(kind, answers):
     async with engine_of(answers) as engine:
         return await LoadReader(engine, kind).read()
 
 
-async def load_of(kind: EngineKind, answers: Answers, rank: int = 0) -> EngineLoad:
+async def load_of(kind, answers, rank=0):
     return (await reading(kind, answers)).loads[rank]
 
 
-def idle_sums(total: float, count: int) -> bytes:
+def idle_sums(total, count):
     name = "vllm:kv_block_idle_before_evict_seconds"
     return f'\n{name}_sum{{engine="0"}} {total}\n{name}_count{{engine="0"}} {count}\n'.encode()
 
 
-async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from() -> None:
+async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from():
     assert await reading("vllm", VLLM) == EngineReading(
         {
             0: EngineLoad(
@@ -72,13 +68,13 @@ async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from() -> 
     )
 
 
-async def test_each_rank_has_its_own_load() -> None:
+async def test_each_rank_has_its_own_load():
     second = b'vllm:num_requests_running{engine="1",model_name="tiny"} 7.0\n'
     found = await reading("vllm", VLLM | {"/metrics": VLLM["/metrics"] + second})
     assert {rank: load.running for rank, load in found.loads.items()} == {0: 0, 1: 7}
 
 
-async def test_the_names_of_older_vllm_mean_the_same() -> None:
+async def test_the_names_of_older_vllm_mean_the_same():
     old = vllm_metrics(
         (b"vllm:kv_cache_usage_perc{", b"vllm:gpu_cache_usage_perc{"),
         (b"vllm:inter_token_latency_seconds", b"vllm:time_per_output_token_seconds"),
@@ -87,13 +83,13 @@ async def test_the_names_of_older_vllm_mean_the_same() -> None:
     assert await load_of("vllm", old) == await load_of("vllm", VLLM)
 
 
-async def test_without_a_count_of_computed_tokens_they_are_those_that_were_not_cached() -> None:
+async def test_without_a_count_of_computed_tokens_they_are_those_that_were_not_cached():
     old = vllm_metrics((b"vllm:request_prefill_kv_computed_tokens", b"vllm:not_yet_counted"))
     assert (await load_of("vllm", old)).prefill_computed_tokens == 296 - 96
 
 
 @pytest.mark.parametrize("state", [b"weights_offloaded", b"discard_all"])
-async def test_an_engine_that_sleeps_says_so(state: bytes) -> None:
+async def test_an_engine_that_sleeps_says_so(state):
     line = b'sleep_state="%b"} %b\n'
     sleeping = vllm_metrics(
         (line % (b"awake", b"1.0"), line % (b"awake", b"0.0")),
@@ -103,9 +99,7 @@ async def test_an_engine_that_sleeps_says_so(state: bytes) -> None:
     assert not (await load_of("vllm", VLLM)).sleeps
 
 
-async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_the_last_ones() -> (
-    None
-):
+async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_the_last_ones():
     answers = dict(VLLM)
     async with engine_of(answers) as engine:
         reader = LoadReader(engine, "vllm")
@@ -125,7 +119,7 @@ async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_th
     assert third == second
 
 
-async def test_after_a_restart_of_the_engine_means_begin_anew() -> None:
+async def test_after_a_restart_of_the_engine_means_begin_anew():
     answers = dict(VLLM)
     async with engine_of(answers) as engine:
         reader = LoadReader(engine, "vllm")
@@ -135,12 +129,12 @@ async def test_after_a_restart_of_the_engine_means_begin_anew() -> None:
         assert (await reader.read()).loads[0].idle_before_evict_s == 2.0
 
 
-async def test_an_engine_without_statistics_says_nothing() -> None:
+async def test_an_engine_without_statistics_says_nothing():
     assert (await reading("vllm", {"/metrics": b"process_open_fds 3\n"})).loads == {}
     assert (await reading("vllm", {})).loads == {}
 
 
-async def test_sglang_counts_the_time_of_its_steps_itself() -> None:
+async def test_sglang_counts_the_time_of_its_steps_itself():
     found = await reading("sglang", SGLANG | {"/v1/loads": {"loads": [LOADS]}})
     assert found.loads == {
         1: EngineLoad(
@@ -157,23 +151,23 @@ async def test_sglang_counts_the_time_of_its_steps_itself() -> None:
     }
 
 
-async def test_sglang_before_its_counters_says_how_busy_it_is() -> None:
+async def test_sglang_before_its_counters_says_how_busy_it_is():
     old = {name: LOADS[name] for name in ("dp_rank", "num_running_reqs", "num_waiting_reqs")}
     answers = SGLANG | {"/v1/loads": {"loads": [old | {"token_usage": 0.5}]}}
     assert await load_of("sglang", answers, 1) == EngineLoad(3, 2, 0.5)
 
 
-async def test_sglang_without_loads_is_read_from_its_metrics() -> None:
+async def test_sglang_without_loads_is_read_from_its_metrics():
     answers = SGLANG | {"/metrics": SGLANG_METRICS}
     assert await load_of("sglang", answers, 1) == EngineLoad(4, 1, 0.5, hit_rate=0.125)
 
 
-async def test_an_answer_that_makes_no_sense_is_no_load() -> None:
+async def test_an_answer_that_makes_no_sense_is_no_load():
     with pytest.raises(EngineUnavailable):
         await reading("sglang", SGLANG | {"/v1/loads": {"loads": [{"dp_rank": 0}]}})
 
 
-def test_only_whole_names_are_found_and_only_numbers() -> None:
+def test_only_whole_names_are_found_and_only_numbers():
     text = b"""
 # HELP vllm:a the name of a
 vllm:ab{engine="0"} 1.0
@@ -189,7 +183,7 @@ vllm:a 6 1700000000
     assert found == [({"engine": "1", "text": 'a \\"b\\", }'}, 3.0), ({}, 6.0)]
 
 
-async def test_what_came_from_another_engine_was_not_computed() -> None:
+async def test_what_came_from_another_engine_was_not_computed():
     """vLLM counts all that was not cached as computed, and so would seem quick."""
     more = b"""
 vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 1000
@@ -207,7 +201,7 @@ vllm:nixl_xfer_time_seconds_count{engine="0"} 2
     assert load.prefill_computed_tokens == 1000
 
 
-async def test_answers_of_one_token_are_not_counted_where_kv_travels() -> None:
+async def test_answers_of_one_token_are_not_counted_where_kv_travels():
     """Such a worker computes prompts for others, with answers that say nothing of its own."""
     more = b"""
 vllm:generation_tokens_total{engine="0"} 1007

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -17,14 +16,12 @@ from app.http.server import listen
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import USUAL, Sending
 from app.simulation.profiles import Link as SimLink
-from app.simulation.steps import Finished
 from tests.eventually import eventually
 from workers.engines.base import CompletionRequest
 from workers.engines.sim import transfer
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.transfer import SimTransfer
 from workers.kv.transfer.kv_lease import KvPort
-from workers.kv.transfer.tcp import BlockSource
 
 SIZE = 4
 PROMPT = list(range(100, 110))  # the ten tokens A to J: two blocks and two tokens
@@ -38,31 +35,25 @@ class Worker:
     runner: EngineRunner
     events: list[CacheEvent]
 
-    async def ask(
-        self,
-        prompt: Sequence[int] = PROMPT,
-        source: BlockSource | None = None,
-        keep_s: float = 0.0,
-        max_tokens: int = 3,
-    ) -> tuple[list[int], Finished, BlockSource | None]:
+    async def ask(self, prompt=PROMPT, source=None, keep_s=0.0, max_tokens=3):
         request = CompletionRequest(
             "r", token_bytes(prompt), max_tokens, source=source, keep_s=keep_s
         )
         generation = self.runner.complete(request)
-        tokens: list[int] = []
+        tokens = []
         async for output in generation:
             tokens += output.token_ids
             finished = output.finished
         assert finished is not None
         return tokens, finished, generation.kept
 
-    def is_idle(self) -> bool:
+    def is_idle(self):
         self.runner.engine.check()
         return self.runner.engine.pool.num_used == 0
 
 
 @asynccontextmanager
-async def running(bytes_per_s: float = QUICK, kind: str = "one") -> AsyncIterator[Worker]:
+async def running(bytes_per_s=QUICK, kind="one"):
     with listen("127.0.0.1", 0) as listening:
         engine = SimEngine(USUAL, block_size=SIZE, now=time.monotonic)
         sending = Sending(SimLink(bytes_per_s, first_s=0.0), USUAL)
@@ -77,24 +68,24 @@ async def running(bytes_per_s: float = QUICK, kind: str = "one") -> AsyncIterato
             runner.stop()
 
 
-async def _runs(runner: EngineRunner) -> bool:
+async def _runs(runner):
     return runner.running
 
 
-async def until_idle(worker: Worker) -> None:
-    async def is_idle() -> bool:
+async def until_idle(worker):
+    async def is_idle():
         return worker.is_idle()
 
     await eventually(is_idle)
 
 
-async def kept_by(worker: Worker, keep_s: float = 60.0) -> BlockSource:
+async def kept_by(worker, keep_s=60.0):
     _, _, kept = await worker.ask(keep_s=keep_s, max_tokens=1)
     assert kept is not None
     return kept
 
 
-async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() -> None:
+async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are():
     async with running() as worker:
         await kept_by(worker)
         assert worker.runner.speed().mean_output_tokens == DEFAULT_SPEED.mean_output_tokens
@@ -102,7 +93,7 @@ async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are() 
         assert worker.runner.speed().mean_output_tokens < DEFAULT_SPEED.mean_output_tokens
 
 
-async def test_a_prompt_computed_elsewhere_is_cached_here_as_if_computed() -> None:
+async def test_a_prompt_computed_elsewhere_is_cached_here_as_if_computed():
     async with running() as source, running() as target, running() as alone:
         kept = await kept_by(source)
         assert kept.num_tokens == 8
@@ -120,7 +111,7 @@ async def test_a_prompt_computed_elsewhere_is_cached_here_as_if_computed() -> No
         await until_idle(target)
 
 
-async def test_what_is_held_of_a_prompt_is_handed_on_without_computing() -> None:
+async def test_what_is_held_of_a_prompt_is_handed_on_without_computing():
     async with running() as source, running() as target:
         await source.ask(PROMPT[:8])
         kept = await source.runner.hand_on(token_bytes(PROMPT), 60.0)
@@ -133,13 +124,13 @@ async def test_what_is_held_of_a_prompt_is_handed_on_without_computing() -> None
         await until_idle(source)
 
 
-async def test_a_worker_that_holds_nothing_hands_nothing_on() -> None:
+async def test_a_worker_that_holds_nothing_hands_nothing_on():
     async with running() as source:
         assert await source.runner.hand_on(token_bytes(PROMPT), 60.0) is None
         assert source.is_idle()
 
 
-async def test_a_target_that_lacks_nothing_has_its_source_let_go() -> None:
+async def test_a_target_that_lacks_nothing_has_its_source_let_go():
     async with running() as source, running(kind="other") as target:
         await target.ask()
         kept = await kept_by(source)
@@ -150,7 +141,7 @@ async def test_a_target_that_lacks_nothing_has_its_source_let_go() -> None:
         await until_idle(source)
 
 
-async def test_only_what_is_lacking_is_fetched() -> None:
+async def test_only_what_is_lacking_is_fetched():
     async with running() as source, running() as target:
         await target.ask(PROMPT[:4], max_tokens=1)
         kept = await kept_by(source)
@@ -164,7 +155,7 @@ async def test_only_what_is_lacking_is_fetched() -> None:
 
 
 @pytest.mark.parametrize("what", ["let go", "another prompt's", "another model's", "gone"])
-async def test_what_does_not_come_is_computed(what: str) -> None:
+async def test_what_does_not_come_is_computed(what):
     async with (
         running(kind="other" if what == "another model's" else "one") as source,
         running() as target,
@@ -186,7 +177,7 @@ async def test_what_does_not_come_is_computed(what: str) -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-async def test_a_prefix_that_another_request_fetches_is_waited_for(comes: bool) -> None:
+async def test_a_prefix_that_another_request_fetches_is_waited_for(comes):
     longer = [*PROMPT, *PROMPT]
     async with running(QUICK if comes else SLOW) as source, running() as target:
         kept = await kept_by(source)
@@ -202,7 +193,7 @@ async def test_a_prefix_that_another_request_fetches_is_waited_for(comes: bool) 
         assert finished.cached_tokens == (8 if comes else 0)
 
 
-async def test_what_another_request_fetches_is_not_fetched_again() -> None:
+async def test_what_another_request_fetches_is_not_fetched_again():
     async with running() as first, running() as second, running() as target:
         kept = await kept_by(first)
         also_kept = await kept_by(second)
@@ -220,9 +211,7 @@ async def test_what_another_request_fetches_is_not_fetched_again() -> None:
 
 
 @pytest.mark.parametrize("fetches", [False, True])
-async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(
-    fetches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(fetches, monkeypatch):
     monkeypatch.setattr(transfer, "BEAT_S", 0.01)
     async with running(SLOW) as source, running() as target:
         kept = await kept_by(source)
@@ -238,6 +227,6 @@ async def test_a_request_cancelled_while_it_waits_for_kv_leaves_nothing(
         await until_idle(source)
 
 
-async def _hands_on(source: Worker) -> bool:
+async def _hands_on(source):
     assert source.runner._transfer is not None
     return source.runner._transfer._sending._free_s > 0

@@ -1,10 +1,7 @@
 """Small checkpoints and tokenizers, made with Hugging Face's libraries."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
-from typing import Any
 
 import torch
 import transformers
@@ -18,7 +15,7 @@ KINDS = "bytes", "sentencepiece"
 
 
 @cache
-def library(kind: str) -> Library:
+def library(kind):
     """A byte-level tokenizer, like Llama 3's, or one with byte fallback, like Llama 2's."""
     trained = Library(models.BPE())
     special = ["<s>", "</s>", "<unk>"]
@@ -61,7 +58,7 @@ def library(kind: str) -> Library:
     return trained
 
 
-def reference(**settings: Any) -> transformers.LlamaForCausalLM:
+def reference(**settings):
     """A small model whose weights all matter, including the norms'."""
     config = transformers.LlamaConfig(
         **{

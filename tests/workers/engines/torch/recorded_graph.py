@@ -1,10 +1,5 @@
 """A graph that repeats as CUDA's do, and no more than that, in host memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,19 +15,19 @@ class RecordedGraph(TorchDispatchMode):
     Nothing of Python runs again. Memory that was allocated meanwhile is anybody's between two runs.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work):
         super().__init__()
-        self._operations: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        self._operations = []
         with self:
             work()
         self._spoil()
 
     @classmethod
-    def record(cls, work: Callable[[], object]) -> Callable[[], None]:
+    def record(cls, work):
         """See Record."""
         return cls(work).replay
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         del types
         name = func.overloadpacket.__name__
         if name in WAITS:
@@ -46,7 +41,7 @@ class RecordedGraph(TorchDispatchMode):
         return result
 
     @torch.inference_mode()
-    def replay(self) -> None:
+    def replay(self):
         for func, args, kwargs, outputs in self._operations:
             result = func(*args, **kwargs)
             again = [leaf for leaf in tree_leaves(result) if _is_tensor(leaf)]
@@ -55,15 +50,15 @@ class RecordedGraph(TorchDispatchMode):
         self._spoil()
 
     @torch.inference_mode()
-    def _spoil(self) -> None:
+    def _spoil(self):
         for *_, outputs in self._operations:
             for output in outputs:
                 output.fill_(torch.nan if output.is_floating_point() else 0)
 
 
-def _is_tensor(leaf: object) -> bool:
+def _is_tensor(leaf):
     return isinstance(leaf, Tensor)
 
 
-def _memory(tensor: Tensor) -> int:
+def _memory(tensor):
     return tensor.untyped_storage().data_ptr()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from app.core.types import Tier
 from app.simulation.steps import EngineStep
 from workers.engines.torch import admission
@@ -11,7 +9,7 @@ COMPUTED_S = 0.002
 """A block."""
 
 
-def learned() -> AdaptiveAdmission:
+def learned():
     """Of a worker that computes a block in COMPUTED_S, and has always loaded faster from disk."""
     adaptive = AdaptiveAdmission(256, BLOCK_SIZE)
     for _ in range(20):
@@ -33,7 +31,7 @@ def learned() -> AdaptiveAdmission:
     return adaptive
 
 
-def test_a_disk_that_has_become_slow_is_left_after_a_few_loads() -> None:
+def test_a_disk_that_has_become_slow_is_left_after_a_few_loads():
     adaptive = learned()
     assert adaptive.revised(AdmissionPolicy()).loads(Tier.DISK)
     for _ in range(3):
@@ -44,13 +42,13 @@ def test_a_disk_that_has_become_slow_is_left_after_a_few_loads() -> None:
     assert policy.loads(Tier.HOST)
 
 
-def test_one_slow_load_does_not_end_the_use_of_a_disk() -> None:
+def test_one_slow_load_does_not_end_the_use_of_a_disk():
     adaptive = learned()
     adaptive.observe_load(Tier.DISK, 100, 100 * COMPUTED_S * 2)
     assert adaptive.revised(AdmissionPolicy()).loads(Tier.DISK)
 
 
-def test_a_disk_that_was_left_is_tried_again_later() -> None:
+def test_a_disk_that_was_left_is_tried_again_later():
     adaptive = learned()
     for _ in range(9):
         adaptive.observe_load(Tier.DISK, 100, 100 * COMPUTED_S * 2)

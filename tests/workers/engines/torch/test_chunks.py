@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,7 +20,7 @@ SMALLEST = LlamaConfig(
 MODEL = Llama.random(SMALLEST, seed=0, dtype=torch.float32, device="cpu")
 
 
-def clock(rates: tuple[float, ...], rounds: int = 4) -> Iterator[float]:
+def clock(rates, rounds=4):
     """Of prefills that compute so many tokens a second, with each chunk in turn."""
     now_s = 0.0
     for chunk, rate in zip(CHUNKS, rates, strict=True):
@@ -42,14 +38,12 @@ def clock(rates: tuple[float, ...], rounds: int = 4) -> Iterator[float]:
         ((1_000, 2_000, 4_000, 8_000), 2048),
     ],
 )
-def test_the_smallest_chunk_that_is_nearly_the_fastest_is_found(
-    rates: tuple[float, ...], chunk: int
-) -> None:
+def test_the_smallest_chunk_that_is_nearly_the_fastest_is_found(rates, chunk):
     ticks = clock(rates)
     assert found_chunk(MODEL, 16, lambda: next(ticks)) == chunk
 
 
-def test_a_cpu_computes_256_tokens_at_a_time_unless_told_otherwise() -> None:
+def test_a_cpu_computes_256_tokens_at_a_time_unless_told_otherwise():
     settings = WorkerSettings(engine="torch")
     assert settings.prefill_chunk is None
     assert with_chunk(settings, MODEL) == chunk_of(settings) == 256
@@ -57,10 +51,8 @@ def test_a_cpu_computes_256_tokens_at_a_time_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("no room"), torch.cuda.OutOfMemoryError("none")])
-def test_a_gpu_with_no_memory_for_a_trial_computes_256_tokens_at_a_time(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> int:
+def test_a_gpu_with_no_memory_for_a_trial_computes_256_tokens_at_a_time(error, monkeypatch):
+    def fails(*_):
         raise error
 
     monkeypatch.setattr(chunks, "found_chunk", fails)
@@ -69,6 +61,6 @@ def test_a_gpu_with_no_memory_for_a_trial_computes_256_tokens_at_a_time(
 
 
 @pytest.mark.gpu
-def test_a_chunk_is_found_on_a_gpu() -> None:
+def test_a_chunk_is_found_on_a_gpu():
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.bfloat16, device="cuda")
     assert with_chunk(WorkerSettings(engine="torch"), model) in CHUNKS

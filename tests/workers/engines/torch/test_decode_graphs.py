@@ -1,16 +1,10 @@
 """Decoding by graphs gives what decoding without them gives, as sequences come, grow and go."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from redis.asyncio import Redis
 from torch import Tensor
 
 from tests.workers.engines.torch import test_engine
@@ -26,7 +20,7 @@ from workers.kv.memory import MemoryPool
 Batch = tuple[list[int], list[int], list[list[int]]]
 
 
-def batch_of(model: Llama, kv: Tensor, lengths: Sequence[int], room: int = 1) -> Batch:
+def batch_of(model, kv, lengths, room=1):
     """Sequences of these lengths, computed, and a next token of each, with room for so many."""
     blocks = slots(*(length + room for length in lengths))
     for length, block_ids in zip(lengths, blocks, strict=True):
@@ -37,15 +31,15 @@ def batch_of(model: Llama, kv: Tensor, lengths: Sequence[int], room: int = 1) ->
 class Recorded:
     """Counts what is recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.times = 0
 
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+    def record(self, work):
         self.times += 1
         return RecordedGraph.record(work)
 
 
-def test_sizes_are_no_more_than_a_quarter_larger_than_what_is_asked_for() -> None:
+def test_sizes_are_no_more_than_a_quarter_larger_than_what_is_asked_for():
     assert size_of([0], 16) == GraphSize(1, 8)
     assert size_of([1_024], 16) == GraphSize(1, 80)  # its 65th block
     assert size_of([1_023] * 16, 16) == GraphSize(16, 64)
@@ -56,7 +50,7 @@ def test_sizes_are_no_more_than_a_quarter_larger_than_what_is_asked_for() -> Non
         assert position // 16 < size.blocks <= 1.25 * (position // 16 + 1)
 
 
-def test_a_batch_that_keeps_the_device_busy_anyway_has_no_graph() -> None:
+def test_a_batch_that_keeps_the_device_busy_anyway_has_no_graph():
     assert size_of([4_095] * 16, 16) == GraphSize(16, 256)
     assert size_of([4_096] * 16, 16) is None
     assert size_of([0] * 64, 16) == GraphSize(64, 8)
@@ -64,7 +58,7 @@ def test_a_batch_that_keeps_the_device_busy_anyway_has_no_graph() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 40], [120, 5, 33, 1, 17], [7] * 8], ids=str)
-def test_a_graph_gives_the_logits_and_the_kv_that_the_model_gives(lengths: list[int]) -> None:
+def test_a_graph_gives_the_logits_and_the_kv_that_the_model_gives(lengths):
     pools = pool_of(MODEL), pool_of(MODEL)
     graphs = DecodeGraphs(MODEL, [pools[0].kv], RecordedGraph.record)
     for pool in pools:
@@ -80,7 +74,7 @@ def test_a_graph_gives_the_logits_and_the_kv_that_the_model_gives(lengths: list[
         tokens = [token + 50 for token in tokens]
 
 
-def test_a_graph_follows_sequences_that_grow_leave_and_come_in_any_order() -> None:
+def test_a_graph_follows_sequences_that_grow_leave_and_come_in_any_order():
     pools = pool_of(MODEL), pool_of(MODEL)
     recorded = Recorded()
     graphs = DecodeGraphs(MODEL, [pools[0].kv], recorded.record)
@@ -100,7 +94,7 @@ def test_a_graph_follows_sequences_that_grow_leave_and_come_in_any_order() -> No
     assert recorded.times <= 3 * 2, "sizes that had come before were recorded again"
 
 
-def test_no_other_block_is_written_and_nothing_in_it_matters() -> None:
+def test_no_other_block_is_written_and_nothing_in_it_matters():
     pool = pool_of(MODEL)
     tokens, positions, blocks = batch_of(MODEL, pool.kv, [37, 4, 20])
     expected = MODEL.decode([pool.kv], tokens, positions, blocks)
@@ -113,7 +107,7 @@ def test_no_other_block_is_written_and_nothing_in_it_matters() -> None:
     assert pool.kv[others].isnan().all()
 
 
-def test_the_heads_may_be_split_among_ranks_of_the_same_device() -> None:
+def test_the_heads_may_be_split_among_ranks_of_the_same_device():
     whole = pool_of(MODEL)
     ranks = [MemoryPool(rank, NUM_BLOCKS) for rank in MODEL.kv_shape(BLOCK_SIZE).split(2)]
     batch = batch_of(MODEL, whole.kv, [9, 5])
@@ -125,12 +119,10 @@ def test_the_heads_may_be_split_among_ranks_of_the_same_device() -> None:
     )
 
 
-def test_where_nothing_can_be_recorded_it_is_tried_once_and_decoded_without_graphs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_nothing_can_be_recorded_it_is_tried_once_and_decoded_without_graphs(caplog):
     recorded = Recorded()
 
-    def fails(work: Callable[[], object]) -> Callable[[], None]:
+    def fails(work):
         recorded.record(work)
         raise RuntimeError("no memory is left\nC++ stack")
 
@@ -143,13 +135,13 @@ def test_where_nothing_can_be_recorded_it_is_tried_once_and_decoded_without_grap
     assert caplog.messages == ["decoding without CUDA graphs: no memory is left"]
 
 
-def test_graphs_are_of_one_cuda_device() -> None:
+def test_graphs_are_of_one_cuda_device():
     cpu, one, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     assert recorder({cpu}) is None
     assert recorder({one, other}) is None
 
 
-def test_the_stand_in_refuses_what_a_device_would_have_to_be_waited_for() -> None:
+def test_the_stand_in_refuses_what_a_device_would_have_to_be_waited_for():
     numbers = torch.ones(3)
     with pytest.raises(RuntimeError, match="cannot be recorded"):
         RecordedGraph(lambda: numbers[numbers.sum().item() :])
@@ -157,10 +149,10 @@ def test_the_stand_in_refuses_what_a_device_would_have_to_be_waited_for() -> Non
         RecordedGraph(lambda: numbers + torch.tensor([1.0, 2.0, 3.0]))
 
 
-def test_the_stand_in_repeats_on_the_same_memory_and_leaves_only_that() -> None:
+def test_the_stand_in_repeats_on_the_same_memory_and_leaves_only_that():
     given, taken, kept = torch.ones(2), torch.zeros(2), list[Tensor]()
 
-    def work() -> None:
+    def work():
         kept.append(given * 3)
         taken.copy_(kept[0] + 1)
 
@@ -173,16 +165,14 @@ def test_the_stand_in_repeats_on_the_same_memory_and_leaves_only_that() -> None:
 
 
 @pytest.fixture
-def with_graphs(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def with_graphs(monkeypatch):
     """Engines decode by graphs on a CPU too."""
     recorded = Recorded()
     monkeypatch.setattr(decode_graphs, "recorder", lambda _: recorded.record)
     return recorded
 
 
-async def test_requests_running_together_get_the_output_each_gets_alone(
-    tmp_path: Path, with_graphs: Recorded
-) -> None:
+async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path, with_graphs):
     prompts = [prompt_of(n, length) for n, length in enumerate((3, 21, 2 * CHUNK, 9, 13))]
     async with test_engine.running(tmp_path) as served:
         together = [served.submit(f"r{n}", tokens, 6 + n) for n, tokens in enumerate(prompts)]
@@ -195,17 +185,15 @@ async def test_requests_running_together_get_the_output_each_gets_alone(
 
 @pytest.mark.slow
 async def test_logits_stay_exact_while_requests_that_decode_by_graphs_come_and_go(
-    tmp_path: Path, redis: Redis, with_graphs: Recorded
-) -> None:
+    tmp_path, redis, with_graphs
+):
     assert await soak(tmp_path, redis, 4) > 50
     assert with_graphs.times
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cuda_graph_decodes_as_the_model_does_while_others_use_the_device(
-    dtype: torch.dtype,
-) -> None:
+def test_a_cuda_graph_decodes_as_the_model_does_while_others_use_the_device(dtype):
     model = Llama.random(SIZES["tiny"], seed=1, dtype=dtype, device="cuda")
     pools = pool_of(model), pool_of(model)
     record = recorder({pools[0].device})
@@ -218,7 +206,7 @@ def test_a_cuda_graph_decodes_as_the_model_does_while_others_use_the_device(
     copying.start()
     try:
         for _ in range(12):
-            batch: Any = tokens, positions, blocks
+            batch = tokens, positions, blocks
             torch.testing.assert_close(
                 graphs.decode(*batch),
                 model.decode([pools[1].kv], *batch),
@@ -233,7 +221,7 @@ def test_a_cuda_graph_decodes_as_the_model_does_while_others_use_the_device(
     assert graphs._graphs
 
 
-def _copy_until(is_over: threading.Event) -> None:
+def _copy_until(is_over):
     """As a worker's other threads do: allocate, copy and wait, on a stream of their own."""
     stream = torch.cuda.Stream()
     while not is_over.is_set():

@@ -1,34 +1,27 @@
 """The torch engine on real tiers: reuse, sharing, and what requests leave behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from app.core.errors import InvalidRequest
 from app.core.hashing import token_bytes
-from app.core.types import SequenceHash, Tier
+from app.core.types import Tier
 from app.core.worker_report import DEFAULT_SPEED
-from app.simulation.steps import Finished, PromptTooLargeError
+from app.simulation.steps import PromptTooLargeError
 from tests.eventually import eventually
 from tests.workers.kv.cache_model import FakePublisher
 from workers.engines.base import (
     CompletionRequest,
     EngineStoppedError,
-    Generation,
     QueueFullError,
     Sampling,
 )
@@ -36,14 +29,12 @@ from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence
 from workers.engines.torch.tiers import carried_out
-from workers.kv.cache import EventSink
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.identity import BlockIdentity, hash_of, identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool, host_pool
 from workers.kv.moves import WritePolicy
-from workers.kv.transfer.kv_lease import KvPort
 from workers.metrics import registry_of
 
 DEVICE, HOST, DISK = Tier
@@ -57,36 +48,34 @@ MODEL = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device=torch.de
 class Spy:
     """The model; records the logits that each prefill returns."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model):
         self.config = model.config
-        self.logits: list[Tensor] = []
+        self.logits = []
         self.computed = 0
         """The number of prompt tokens computed."""
         self.model = model
 
-    def prefill(
-        self, kv: Sequence[Tensor], tokens: Sequence[int], start: int, *where: Any
-    ) -> Tensor:
+    def prefill(self, kv, tokens, start, *where):
         logits = self.model.prefill(kv, tokens, start, *where)
         self.computed += len(tokens)
         self.logits.append(logits)
         return logits
 
-    def decode(self, *args: Any) -> Tensor:
+    def decode(self, *args):
         return self.model.decode(*args)
 
-    def decode_padded(self, *args: Any) -> Tensor:
+    def decode_padded(self, *args):
         return self.model.decode_padded(*args)
 
 
 class SlowSpy(Spy):
     """Ends a prefill once `may_end` is set."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model):
         super().__init__(model)
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def prefill(self, *args: Any) -> Tensor:
+    def prefill(self, *args):
         self.begun.set()
         assert self.may_end.wait(10)
         return super().prefill(*args)
@@ -97,16 +86,16 @@ class Served:
 
     def __init__(
         self,
-        folder: Path,
-        stack: AsyncExitStack,
-        num_slots: dict[Tier, int],
-        publisher: EventSink | None = None,
+        folder,
+        stack,
+        num_slots,
+        publisher=None,
         *,
-        write: WritePolicy = WritePolicy.BACK,
-        spy: Spy | None = None,
-        link: KvPort | None = None,
-        tp_size: int = 1,
-    ) -> None:
+        write=WritePolicy.BACK,
+        spy=None,
+        link=None,
+        tp_size=1,
+    ):
         self.spy = spy or Spy(MODEL)
         model = self.spy.model
         ranks = model.kv_shape(BLOCK_SIZE).split(tp_size)
@@ -131,7 +120,7 @@ class Served:
             transfers.append(Copies({t: pools[n] for t, pools in self.pools.items()}, disk))
         self.spare = {tier: -(-number // 4) for tier, number in num_slots.items()}
         self.engine = TorchEngine(
-            self.spy,  # type: ignore[arg-type]
+            self.spy,
             self.pools[DEVICE],
             self.manager,
             carried_out(transfers),
@@ -143,23 +132,19 @@ class Served:
             link=link,
         )
 
-    def submit(
-        self, name: str, prompt: Sequence[int], max_tokens: int, **fields: Any
-    ) -> Generation:
+    def submit(self, name, prompt, max_tokens, **fields):
         request = CompletionRequest(
             name, token_bytes(list(prompt)), max_tokens, fields.pop("sampling", GREEDY), **fields
         )
         return self.engine.complete(request)
 
-    async def ask(
-        self, prompt: Sequence[int], max_tokens: int = 3, **fields: Any
-    ) -> tuple[list[int], Finished]:
+    async def ask(self, prompt, max_tokens=3, **fields):
         return await output_of(self.submit("only", prompt, max_tokens, **fields))
 
-    async def settle(self) -> None:
+    async def settle(self):
         """Wait until no request runs, no copy is under way, and no tier is about to free slots."""
 
-        async def busy() -> bool:
+        async def busy():
             return any(
                 (slots.num_idle and slots.num_free < self.spare[tier])
                 or any(slot.references or slot.leaving or slot.filling for slot in slots.all())
@@ -169,7 +154,7 @@ class Served:
         await eventually(busy, lambda is_busy: not is_busy)
         self.engine.check()
 
-    async def evict(self, tier: Tier) -> None:
+    async def evict(self, tier):
         """Evict all blocks of the tier."""
         slots = self.manager.tiers[tier]
         await self.settle()
@@ -182,8 +167,8 @@ class Served:
         assert slots.num_free == slots.num_slots
 
 
-async def output_of(generation: Generation) -> tuple[list[int], Finished]:
-    tokens: list[int] = []
+async def output_of(generation):
+    tokens = []
     async for output in generation:
         tokens += output.token_ids
     assert output.finished is not None
@@ -191,9 +176,7 @@ async def output_of(generation: Generation) -> tuple[list[int], Finished]:
 
 
 @asynccontextmanager
-async def running(
-    folder: Path, num_slots: dict[Tier, int] | None = None, *args: Any, **options: Any
-) -> AsyncIterator[Served]:
+async def running(folder, num_slots=None, *args, **options):
     """args, options: see Served."""
     async with AsyncExitStack() as stack:
         served = Served(folder, stack, num_slots or NUM_SLOTS, *args, **options)
@@ -203,21 +186,21 @@ async def running(
             served.engine.stop()
 
 
-def prompt_of(seed: int, length: int) -> list[int]:
+def prompt_of(seed, length):
     rng = random.Random(seed)
     return [rng.randrange(MODEL.config.vocab_size) for _ in range(length)]
 
 
-def blocks_of(prompt: Sequence[int], salt: str = "") -> list[BlockIdentity]:
+def blocks_of(prompt, salt=""):
     return identities_of(token_bytes(list(prompt)), BLOCK_SIZE, salt)
 
 
-def hashes_of(prompt: Sequence[int]) -> list[SequenceHash]:
+def hashes_of(prompt):
     """Of its blocks, as the index knows them."""
     return [*map(hash_of, blocks_of(prompt))]
 
 
-def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def alone(prompt, max_tokens):
     """Greedy output of the model, with the whole text prefilled again for each token."""
     pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), 32)
     tokens = list(prompt)
@@ -227,7 +210,7 @@ def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 61])
-async def test_greedy_output_is_that_of_the_model_alone(tmp_path: Path, length: int) -> None:
+async def test_greedy_output_is_that_of_the_model_alone(tmp_path, length):
     prompt = prompt_of(length, length)
     async with running(tmp_path) as served:
         tokens, finished = await served.ask(prompt, 6)
@@ -246,8 +229,8 @@ async def test_greedy_output_is_that_of_the_model_alone(tmp_path: Path, length: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 async def test_logits_with_blocks_reused_from_a_tier_are_bit_identical(
-    tmp_path: Path, device: str, dtype: torch.dtype, tp_size: int, tiers: tuple[Tier, ...]
-) -> None:
+    tmp_path, device, dtype, tp_size, tiers
+):
     *above, tier = tiers
     prompt = prompt_of(1, 43)
     model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
@@ -274,9 +257,7 @@ async def test_logits_with_blocks_reused_from_a_tier_are_bit_identical(
     )
 
 
-async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed(
-    tmp_path: Path,
-) -> None:
+async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed(tmp_path):
     prompt = prompt_of(1, 32)
     async with running(tmp_path) as served:
         await served.ask(prompt)
@@ -288,9 +269,7 @@ async def test_reuse_ends_at_a_whole_chunk_and_the_last_token_is_always_computed
     assert forked.cached_tokens == 16
 
 
-async def test_blocks_of_a_partial_chunk_at_a_prompts_end_are_not_published(
-    tmp_path: Path,
-) -> None:
+async def test_blocks_of_a_partial_chunk_at_a_prompts_end_are_not_published(tmp_path):
     prompt = prompt_of(1, 43)
     async with running(tmp_path / "alone") as served:
         await served.ask(prompt)
@@ -304,7 +283,7 @@ async def test_blocks_of_a_partial_chunk_at_a_prompts_end_are_not_published(
     assert torch.equal(served.spy.logits[-1], expected)
 
 
-async def test_generated_tokens_are_computed_again_in_the_next_turn(tmp_path: Path) -> None:
+async def test_generated_tokens_are_computed_again_in_the_next_turn(tmp_path):
     prompt = prompt_of(1, 16)
     async with running(tmp_path) as served:
         tokens, _ = await served.ask(prompt, 16)
@@ -313,7 +292,7 @@ async def test_generated_tokens_are_computed_again_in_the_next_turn(tmp_path: Pa
     assert next_turn.cached_tokens == 16
 
 
-async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path: Path) -> None:
+async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path):
     stem = prompt_of(0, 16)
     prompts = [[*stem, *prompt_of(n, 2 * n + 1)] for n in range(10)]
     async with running(tmp_path) as served:
@@ -328,7 +307,7 @@ async def test_requests_running_together_get_the_output_each_gets_alone(tmp_path
     assert sum(finished.cached_tokens for _, finished in outputs) > 0
 
 
-async def test_requests_arriving_together_compute_their_shared_prefix_once(tmp_path: Path) -> None:
+async def test_requests_arriving_together_compute_their_shared_prefix_once(tmp_path):
     stem = prompt_of(0, 40)
     async with running(tmp_path, {DEVICE: 64}) as served:
         together = [served.submit(f"r{n}", [*stem, *prompt_of(n, 3)], 2) for n in range(4)]
@@ -339,9 +318,7 @@ async def test_requests_arriving_together_compute_their_shared_prefix_once(tmp_p
     assert served.spy.computed == 40 + 4 * 3
 
 
-async def test_the_same_seed_draws_the_same_tokens_alone_and_among_other_requests(
-    tmp_path: Path,
-) -> None:
+async def test_the_same_seed_draws_the_same_tokens_alone_and_among_other_requests(tmp_path):
     prompt = prompt_of(1, 11)
     drawn = Sampling(temperature=1.0, top_p=0.9, seed=7)
     async with running(tmp_path) as served:
@@ -356,9 +333,7 @@ async def test_the_same_seed_draws_the_same_tokens_alone_and_among_other_request
     assert other != expected
 
 
-async def test_generation_ends_at_an_end_of_sequence_token_unless_ignore_eos_is_set(
-    tmp_path: Path,
-) -> None:
+async def test_generation_ends_at_an_end_of_sequence_token_unless_ignore_eos_is_set(tmp_path):
     prompt = prompt_of(1, 9)
     tokens = alone(prompt, 8)
     end = tokens.index(tokens[3])
@@ -372,7 +347,7 @@ async def test_generation_ends_at_an_end_of_sequence_token_unless_ignore_eos_is_
     assert long == tokens
 
 
-def collected(served: Served) -> dict[tuple[str, ...], float]:
+def collected(served):
     """The samples that Prometheus collects, by name and labels."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -381,7 +356,7 @@ def collected(served: Served) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_metrics_show_how_long_evicted_blocks_had_been_idle(tmp_path: Path) -> None:
+async def test_metrics_show_how_long_evicted_blocks_had_been_idle(tmp_path):
     idle = ("kvroute_engine_kv_idle_before_evict_seconds",)
     async with running(tmp_path, {DEVICE: 40}) as served:
         await served.ask(prompt_of(1, 43))
@@ -392,9 +367,7 @@ async def test_metrics_show_how_long_evicted_blocks_had_been_idle(tmp_path: Path
         assert collected(served)[idle] == 60
 
 
-async def test_after_a_failed_load_computing_starts_after_the_last_good_chunk(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_failed_load_computing_starts_after_the_last_good_chunk(tmp_path):
     prompt = prompt_of(1, 43)
     async with running(tmp_path) as served:
         cold, _ = await served.ask(prompt)
@@ -420,9 +393,7 @@ async def test_after_a_failed_load_computing_starts_after_the_last_good_chunk(
     assert (counts.fallbacks, counts.recomputed) == (1, 10 - 4)
 
 
-async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_waits_until_it_fits_and_is_not_overtaken(tmp_path, monkeypatch):
     async with running(tmp_path, {DEVICE: 16}) as served:
         prepare = mock.Mock(wraps=served.manager.prepare)
         monkeypatch.setattr(served.manager, "prepare", prepare)
@@ -443,9 +414,7 @@ async def test_a_request_waits_until_it_fits_and_is_not_overtaken(
         await served.settle()
 
 
-async def test_a_request_that_waits_for_room_holds_up_no_other_once_it_is_cancelled(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_that_waits_for_room_holds_up_no_other_once_it_is_cancelled(tmp_path):
     async with running(tmp_path, {DEVICE: 16}) as served:
         first = served.submit("first", prompt_of(1, 9), 46)
         second = served.submit("second", prompt_of(2, 33), 20)
@@ -456,7 +425,7 @@ async def test_a_request_that_waits_for_room_holds_up_no_other_once_it_is_cancel
         assert served.engine.metrics().request_active_slots == 1
 
 
-async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path: Path) -> None:
+async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path):
     spy = SlowSpy(MODEL)
     prompt = prompt_of(1, 17)
     async with running(tmp_path, spy=spy) as served:
@@ -468,9 +437,7 @@ async def test_the_chunk_that_a_cancelled_request_was_in_is_reused(tmp_path: Pat
         assert served.manager.match(blocks_of(prompt)) == [DEVICE] * 2
 
 
-async def test_a_finished_request_that_is_cancelled_leaves_the_next_of_its_id_alone(
-    tmp_path: Path,
-) -> None:
+async def test_a_finished_request_that_is_cancelled_leaves_the_next_of_its_id_alone(tmp_path):
     async with running(tmp_path) as served:
         first = served.submit("same", [1], 1)
         await output_of(first)
@@ -480,7 +447,7 @@ async def test_a_finished_request_that_is_cancelled_leaves_the_next_of_its_id_al
         assert len(tokens) == 3
 
 
-async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_cancelled_requests_leave_nothing_behind(tmp_path):
     rng = random.Random(0)
     stems = [prompt_of(n, 24) for n in range(4)]
     async with running(tmp_path) as served:
@@ -506,9 +473,7 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path) -> None:
         assert served.engine.metrics().kv_active_blocks == 0
 
 
-async def test_finished_requests_are_freed_without_the_cycle_collector(
-    tmp_path: Path,
-) -> None:
+async def test_finished_requests_are_freed_without_the_cycle_collector(tmp_path):
     """The cycle collector rarely runs, and prompts are long."""
     async with running(tmp_path) as served:
         gc.collect()
@@ -529,10 +494,10 @@ async def test_finished_requests_are_freed_without_the_cycle_collector(
     assert sorted(alive) == ["only", "runs"]
 
 
-async def test_requests_may_arrive_before_the_engine_runs(tmp_path: Path) -> None:
+async def test_requests_may_arrive_before_the_engine_runs(tmp_path):
     async with running(tmp_path) as served:
 
-        async def submit() -> list[Generation]:
+        async def submit():
             return [served.submit(f"r{n}", prompt_of(n, 9), 2) for n in range(3)]
 
         for generation in await asyncio.create_task(submit()):
@@ -540,8 +505,8 @@ async def test_requests_may_arrive_before_the_engine_runs(tmp_path: Path) -> Non
 
 
 async def test_a_request_cancelled_while_room_is_made_for_it_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("workers.kv.cache.WITHDRAW_TIMEOUT_S", 3600.0)
     async with running(tmp_path, {DEVICE: 16}) as served:
         await served.ask(prompt_of(1, 50))
@@ -549,7 +514,7 @@ async def test_a_request_cancelled_while_room_is_made_for_it_holds_up_no_other(
         served.fake_publisher.confirms.clear()
         large = served.submit("large", prompt_of(2, 50), 1)
 
-        async def leaving() -> int:
+        async def leaving():
             return served.manager.tiers[DEVICE].num_leaving
 
         await eventually(leaving)
@@ -565,7 +530,7 @@ async def test_a_request_cancelled_while_room_is_made_for_it_holds_up_no_other(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_requests_that_can_never_run_are_refused(tmp_path: Path) -> None:
+async def test_requests_that_can_never_run_are_refused(tmp_path):
     vocabulary = MODEL.config.vocab_size
     async with running(tmp_path) as served:
         assert served.engine.max_context_tokens == 128
@@ -582,7 +547,7 @@ async def test_requests_that_can_never_run_are_refused(tmp_path: Path) -> None:
         await output_of(served.submit("r", [2], 1))
 
 
-async def test_no_more_than_max_num_seqs_requests_run_at_once(tmp_path: Path) -> None:
+async def test_no_more_than_max_num_seqs_requests_run_at_once(tmp_path):
     running_at_once = 0
     async with running(tmp_path, {DEVICE: 96}) as served:
         crowd = [served.submit(f"r{n}", [n + 1], 20) for n in range(12)]
@@ -595,7 +560,7 @@ async def test_no_more_than_max_num_seqs_requests_run_at_once(tmp_path: Path) ->
     assert running_at_once == 8
 
 
-async def test_requests_beyond_max_waiting_are_refused(tmp_path: Path) -> None:
+async def test_requests_beyond_max_waiting_are_refused(tmp_path):
     async with running(tmp_path, {DEVICE: 8}) as served:
         waiting = [served.submit(f"r{n}", [1], 30) for n in range(64)]
         with pytest.raises(QueueFullError, match="64 requests are already waiting"):
@@ -605,7 +570,7 @@ async def test_requests_beyond_max_waiting_are_refused(tmp_path: Path) -> None:
         await output_of(served.submit("late", [1], 1))
 
 
-async def test_requests_unfinished_when_the_engine_stops_end_with_an_error(tmp_path: Path) -> None:
+async def test_requests_unfinished_when_the_engine_stops_end_with_an_error(tmp_path):
     async with running(tmp_path) as served:
         generation = served.submit("r", [1], 100)
         waiting = served.submit("s", [1], 100)
@@ -617,7 +582,7 @@ async def test_requests_unfinished_when_the_engine_stops_end_with_an_error(tmp_p
         served.submit("t", [1], 1)
 
 
-async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path: Path) -> None:
+async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path):
     prompt = prompt_of(1, 43)
     async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
         await served.ask(prompt)
@@ -632,8 +597,8 @@ async def test_blocks_of_a_waiting_request_are_prefetched(tmp_path: Path) -> Non
 
 
 async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     prompts, spy = [prompt_of(n, 43) for n in range(6)], SlowSpy(MODEL)
     spy.may_end.set()
     async with running(tmp_path, {DEVICE: 240, HOST: 120}, spy=spy) as served:
@@ -644,7 +609,7 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
         cache, asked = served.engine._cache, Counter[BlockIdentity]()
         prefetch = cache.prefetch
 
-        def counted(chain: Sequence[BlockIdentity]) -> int:
+        def counted(chain):
             asked.update(chain[:1])
             return prefetch(chain)
 
@@ -652,7 +617,7 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
         crowd = [served.submit(f"c{n}", prompt_of(10 + n, 3), 40) for n in range(8)]
         waiting = [served.submit(f"w{n}", prompt, 3) for n, prompt in enumerate(prompts)]
 
-        async def loaded() -> int:
+        async def loaded():
             return served.manager.counts.loaded
 
         # The first waiting request and the two behind it, of 10 blocks each.
@@ -667,8 +632,8 @@ async def test_only_the_next_waiting_requests_are_prefetched_for_and_each_once(
 
 
 async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("workers.engines.torch.admission.REVISED_S", 0.01)
     prompt = prompt_of(1, 43)
     async with running(tmp_path, {DEVICE: 40, HOST: 32}) as served:
@@ -678,7 +643,7 @@ async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_lat
         assert (await served.ask(prompt))[1].host_tokens == 40
         engine._admission.observe_load(HOST, 10, 60.0)  # as if the load had taken a minute
 
-        async def loads() -> bool:
+        async def loads():
             return engine._manager.admission.loads(HOST)
 
         await eventually(loads, lambda is_loaded_from: not is_loaded_from)
@@ -694,7 +659,7 @@ async def test_a_tier_slower_than_computing_is_not_loaded_from_until_retried_lat
         assert await loads()
 
 
-async def test_metrics_and_speed_reflect_the_work_done(tmp_path: Path) -> None:
+async def test_metrics_and_speed_reflect_the_work_done(tmp_path):
     async with running(tmp_path) as served:
         generation = served.submit("r", prompt_of(1, 16), 50)
         outputs = aiter(generation)

@@ -1,9 +1,6 @@
 """A block with the hash of another one, but not its tokens, is served nothing of that one's KV."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +24,7 @@ WHOLE = 64
 
 
 @asynccontextmanager
-async def holding(tier: Tier, folder: Path) -> AsyncIterator[TorchEngine]:
+async def holding(tier, folder):
     """An engine that holds GIVEN in that tier, and in the slower ones."""
     settings = replace(SETTINGS, prefill_chunk=16, write_policy="through")
     settings = replace(settings, disk_folder=str(folder), disk_pool_tokens=1024)
@@ -35,7 +32,7 @@ async def holding(tier: Tier, folder: Path) -> AsyncIterator[TorchEngine]:
         assert isinstance(engine, TorchEngine)
         await asked(engine, GIVEN)
 
-        async def tiers() -> set[Tier]:
+        async def tiers():
             return publisher.shown.tiers_of(hash_of(identities_of(token_bytes(GIVEN), 16)[-1]))
 
         await eventually(tiers, lambda held: held == set(Tier))
@@ -49,9 +46,7 @@ async def holding(tier: Tier, folder: Path) -> AsyncIterator[TorchEngine]:
             yield engine
 
 
-async def asked(
-    engine: TorchEngine, prompt: list[int], salt: str = ""
-) -> tuple[list[int], list[int]]:
+async def asked(engine, prompt, salt=""):
     """What it writes, and how much of the prompt it had from the device, from host and disk."""
     request = CompletionRequest("only", token_bytes(prompt), 6, GREEDY, salt=salt)
     tokens, finished = await output_of(engine.complete(request))
@@ -59,7 +54,7 @@ async def asked(
     return tokens, [finished.cached_tokens - sum(below), *below]
 
 
-def test_the_twin_has_the_hashes_of_the_given_prompt_and_no_identity_of_it() -> None:
+def test_the_twin_has_the_hashes_of_the_given_prompt_and_no_identity_of_it():
     given, twin = (identities_of(token_bytes(prompt), 16) for prompt in (GIVEN, TWIN))
     assert compute_hashes(GIVEN, 16) == compute_hashes(TWIN, 16)
     assert [*map(hash_of, given)] == [*map(hash_of, twin)] == compute_hashes(GIVEN, 16)[1]
@@ -67,9 +62,7 @@ def test_the_twin_has_the_hashes_of_the_given_prompt_and_no_identity_of_it() -> 
 
 
 @pytest.mark.parametrize("tier", Tier)
-async def test_a_twin_is_computed_where_a_tier_holds_the_given_prompt(
-    tier: Tier, tmp_path: Path
-) -> None:
+async def test_a_twin_is_computed_where_a_tier_holds_the_given_prompt(tier, tmp_path):
     async with serving(replace(SETTINGS, prefill_chunk=16)) as (alone, _):
         assert isinstance(alone, TorchEngine)
         twins_own, _ = await asked(alone, TWIN)

@@ -3,25 +3,18 @@
 Streams are late, and in no order to each other: what does not wait for an event finds old bits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from redis.asyncio import Redis
 
 from app.core.types import Tier
 from tests.workers.engines.torch.test_engine import (
     MODEL,
-    Served,
     Spy,
     alone,
     output_of,
@@ -47,20 +40,20 @@ ABOVE = {HOST: (DEVICE,), DISK: (DEVICE, HOST)}
 slower = pytest.mark.parametrize("tier", [HOST, DISK], ids=lambda tier: tier.name.lower())
 
 
-def streams_are(monkeypatch: pytest.MonkeyPatch, new: Callable[..., LateStream]) -> None:
+def streams_are(monkeypatch, new):
     for module in (copiers, copies, layer_loads, layer_groups):
         monkeypatch.setattr(module, "new_stream", new)
 
 
 @pytest.fixture(autouse=True)
-def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _layer_by_layer(monkeypatch):
     """And the forward pass begins as soon as the first layer is there."""
     monkeypatch.setattr(memory, "GROUP_BYTES", 1)
     monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
     streams_are(monkeypatch, LateStream)
 
 
-async def held_in(served: Served, tier: Tier) -> torch.Tensor:
+async def held_in(served, tier):
     """Compute the prompt, and have its blocks in that tier alone; the logits of that."""
     await served.ask(PROMPT)
     logits = served.spy.logits[-1]
@@ -71,9 +64,7 @@ async def held_in(served: Served, tier: Tier) -> torch.Tensor:
 
 @slower
 @pytest.mark.parametrize("tp_size", [1, 2])
-async def test_logits_are_those_of_computing_all_of_it(
-    tmp_path: Path, tier: Tier, tp_size: int
-) -> None:
+async def test_logits_are_those_of_computing_all_of_it(tmp_path, tier, tp_size):
     async with running(tmp_path, tp_size=tp_size) as served:
         expected = await held_in(served, tier)
         computed = served.spy.computed
@@ -87,11 +78,11 @@ async def test_logits_are_those_of_computing_all_of_it(
 class EndSpy(Spy):
     """Sets `has_ended` once a chunk was computed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(MODEL)
         self.has_ended = threading.Event()
 
-    def prefill(self, *args: Any) -> torch.Tensor:
+    def prefill(self, *args):
         logits = super().prefill(*args)
         self.has_ended.set()
         return logits
@@ -99,15 +90,15 @@ class EndSpy(Spy):
 
 @slower
 async def test_the_control_logits_are_others_if_events_are_not_waited_for(
-    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tier, monkeypatch
+):
     spy = EndSpy()
 
     class Last(LateStream):
         """Nothing moves before a chunk was computed."""
 
-        def submit(self, work: Callable[[], None]) -> Any:
-            def late() -> None:
+        def submit(self, work):
+            def late():
                 assert spy.has_ended.wait(30)
                 work()
 
@@ -127,12 +118,12 @@ async def test_the_control_logits_are_others_if_events_are_not_waited_for(
 class LayerSpy(Spy):
     """Sets `reached` once the first layer of a chunk is computed that waits for what it reuses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(MODEL)
         self.reached = threading.Event()
 
-    def prefill(self, kv: Any, tokens: Any, start: int, block_ids: Any, *before: Any) -> Any:
-        def before_layer(layer: int) -> None:
+    def prefill(self, kv, tokens, start, block_ids, *before):
+        def before_layer(layer):
             if layer == 1:
                 self.reached.set()
             before[0](layer)
@@ -142,8 +133,8 @@ class LayerSpy(Spy):
 
 @slower
 async def test_the_first_layers_are_computed_while_the_last_ones_are_on_their_way(
-    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tier, monkeypatch
+):
     spy, is_slow = LayerSpy(), threading.Event()
 
     class Slow(LateStream):
@@ -151,12 +142,12 @@ async def test_the_first_layers_are_computed_while_the_last_ones_are_on_their_wa
 
         num_submitted = 0
 
-        def submit(self, work: Callable[[], None]) -> Any:
+        def submit(self, work):
             if not is_slow.is_set():
                 return super().submit(work)
             self.num_submitted += 1
 
-            def late() -> None:
+            def late():
                 assert spy.reached.wait(30)
                 work()
 
@@ -174,11 +165,11 @@ async def test_the_first_layers_are_computed_while_the_last_ones_are_on_their_wa
     assert torch.equal(spy.logits[-1], expected)
 
 
-def copies_fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
+def copies_fail(monkeypatch, fails):
     """Some cannot be begun, while others of the same load are under way."""
     begin = PoolCopier.begin
 
-    def may_fail(*args: Any) -> Any:
+    def may_fail(*args):
         if fails():
             raise RuntimeError("the link is gone")
         return begin(*args)
@@ -186,9 +177,7 @@ def copies_fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> N
     monkeypatch.setattr(PoolCopier, "begin", may_fail)
 
 
-async def test_a_prompt_is_computed_if_the_copy_of_its_last_layer_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_is_computed_if_the_copy_of_its_last_layer_fails(tmp_path, monkeypatch):
     async with running(tmp_path) as served:
         expected = await held_in(served, HOST)
         nth = count(1)
@@ -202,12 +191,12 @@ async def test_a_prompt_is_computed_if_the_copy_of_its_last_layer_fails(
     assert torch.equal(served.spy.logits[-1], expected)
 
 
-def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch):
     is_slow = threading.Event()
 
     class Slow(LateStream):
-        def submit(self, work: Callable[[], None]) -> Any:
-            def late() -> None:
+        def submit(self, work):
+            def late():
                 if is_slow.is_set():
                     time.sleep(0.5)
                 work()
@@ -230,7 +219,7 @@ def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch: pytest.Mon
     assert (device.words[:, loads.groups[0]] == 3).all()
 
 
-async def test_a_spoilt_block_on_disk_is_computed_with_those_after_it(tmp_path: Path) -> None:
+async def test_a_spoilt_block_on_disk_is_computed_with_those_after_it(tmp_path):
     async with running(tmp_path) as served:
         expected = await held_in(served, DISK)
         slots = sorted(
@@ -251,8 +240,8 @@ async def test_a_spoilt_block_on_disk_is_computed_with_those_after_it(tmp_path: 
 
 
 async def test_a_request_that_is_cancelled_while_its_layers_come_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     streams_are(monkeypatch, lambda *_: LateStream(late_s=0.05))
     async with running(tmp_path) as served:
         expected = await held_in(served, HOST)
@@ -267,9 +256,7 @@ async def test_a_request_that_is_cancelled_while_its_layers_come_leaves_nothing_
     assert torch.equal(served.spy.logits[-1], expected)
 
 
-async def test_requests_whose_shared_load_fails_wait_for_room_to_compute_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_whose_shared_load_fails_wait_for_room_to_compute_it(tmp_path, monkeypatch):
     async with running(tmp_path, {DEVICE: 16, HOST: 32}) as served:
         await held_in(served, HOST)
         copies_fail(monkeypatch, lambda: True)
@@ -283,17 +270,17 @@ async def test_requests_whose_shared_load_fails_wait_for_room_to_compute_it(
 
 
 async def test_logits_stay_exact_while_blocks_come_and_go_and_copies_fail(
-    tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, redis, monkeypatch
+):
     rng = random.Random(5)
     copies_fail(monkeypatch, lambda: rng.random() < 0.02)
     assert await soak(tmp_path, redis, 3) > 50
 
 
-def test_late_streams_run_nothing_before_it_is_submitted_nor_out_of_order() -> None:
+def test_late_streams_run_nothing_before_it_is_submitted_nor_out_of_order():
     pool = MemoryPool(MODEL.kv_shape(4), 1)
     stream, order = LateStream(pool), list[int]()
-    events = [stream.submit(lambda n=n: order.append(n)) for n in range(5)]  # type: ignore[misc]
+    events = [stream.submit(lambda n=n: order.append(n)) for n in range(5)]
     events[3].synchronize()
     assert order[:4] == [0, 1, 2, 3]
     assert stream.num_late

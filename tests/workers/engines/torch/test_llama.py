@@ -1,10 +1,5 @@
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +7,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from app.core.errors import ConfigError
 from tests.workers.engines.torch.checkpoints import reference
@@ -35,42 +29,36 @@ LLAMA3 = {
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def logits_of(model: transformers.LlamaForCausalLM, tokens: Sequence[int]) -> Tensor:
+def logits_of(model, tokens):
     """(len(tokens), vocab_size)"""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
 
 
-def loaded(folder: Path, device: str = "cpu") -> Llama:
+def loaded(folder, device="cpu"):
     config = LlamaConfig.from_checkpoint(folder)
     return Llama.load(config, folder, dtype=torch.float32, device=device)
 
 
-def pool_of(model: Llama) -> MemoryPool:
+def pool_of(model):
     """A pool that is full of other sequences' values."""
     pool = MemoryPool(model.kv_shape(BLOCK_SIZE), NUM_BLOCKS, model.device)
     pool.kv.normal_(generator=torch.Generator(model.device).manual_seed(5))
     return pool
 
 
-def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+def prompt(length, vocab_size, seed=0):
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
-def slots(*lengths: int, seed: int = 0) -> list[list[int]]:
+def slots(*lengths, seed=0):
     """Blocks for sequences of these numbers of tokens, all different and in random order."""
     free = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     return [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
 
 
-def prefilled(
-    model: Llama,
-    kv: Tensor,
-    tokens: Sequence[int],
-    chunks: Sequence[int],
-    block_ids: Sequence[int],
-) -> list[Tensor]:
+def prefilled(model, kv, tokens, chunks, block_ids):
     """The logits at the end of each chunk; the chunks may end before the tokens do."""
     ends = [sum(chunks[: n + 1]) for n in range(len(chunks))]
     return [
@@ -91,9 +79,7 @@ def prefilled(
     ],
     ids=["GQA", "tied", "MHA", "MQA", "llama3"],
 )
-def test_logits_match_those_of_transformers_at_every_position(
-    settings: dict[str, Any], device: str, tmp_path: Path
-) -> None:
+def test_logits_match_those_of_transformers_at_every_position(settings, device, tmp_path):
     model = reference(**settings)
     model.save_pretrained(tmp_path)
     ours = loaded(tmp_path, device)
@@ -128,13 +114,13 @@ def test_logits_match_those_of_transformers_at_every_position(
 
 
 @pytest.mark.parametrize("size", ["40m", "llama-3.2-1b", "llama-3.1-8b"])
-def test_rope_angles_equal_those_of_transformers_bit_for_bit_at_every_position(size: str) -> None:
+def test_rope_angles_equal_those_of_transformers_bit_for_bit_at_every_position(size):
     """Exact equality, as the position multiplies any error of a frequency."""
     # Here, as it takes a second, and every test process loads this file.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = SIZES[size]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **asdict(config.rope_scaling)}
     theirs = LlamaRotaryEmbedding(
@@ -150,15 +136,13 @@ def test_rope_angles_equal_those_of_transformers_bit_for_bit_at_every_position(s
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> list[int]:
+def splits(draw):
     return draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
 
 
 @settings(max_examples=30)
 @given(splits(), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(
-    chunks: list[int], num_reused: int, rng: random.Random
-) -> None:
+def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(chunks, num_reused, rng):
     """Even if the chunks before it were computed in other blocks and copied."""
     num_reused = min(num_reused, len(chunks) - 1)
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
@@ -183,9 +167,7 @@ def test_a_chunk_is_bit_for_bit_the_same_wherever_its_blocks_are(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_prefill_is_bit_for_bit_the_same_in_other_slots(
-    dtype: torch.dtype, device: str
-) -> None:
+def test_a_long_prefill_is_bit_for_bit_the_same_in_other_slots(dtype, device):
     model = Llama.random(replace(SIZES["40m"], num_layers=2), seed=1, dtype=dtype, device=device)
     tokens = prompt(700, 16_384)
     here, there = (MemoryPool(model.kv_shape(16), 64, device).kv for _ in range(2))
@@ -199,9 +181,7 @@ def test_a_long_prefill_is_bit_for_bit_the_same_in_other_slots(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_logits_and_kv_are_bit_for_bit_the_same_however_the_heads_are_split(
-    tp_size: int, dtype: torch.dtype, device: str
-) -> None:
+def test_logits_and_kv_are_bit_for_bit_the_same_however_the_heads_are_split(tp_size, dtype, device):
     model = Llama.random(replace(TINY, num_kv_heads=4), seed=1, dtype=dtype, device=device)
     whole = [pool_of(model)]
     ranks = [
@@ -225,7 +205,7 @@ def test_logits_and_kv_are_bit_for_bit_the_same_however_the_heads_are_split(
     assert torch.equal(whole[0].kv[written], joined(ranks)[written])
 
 
-def test_only_the_sequences_own_blocks_are_written() -> None:
+def test_only_the_sequences_own_blocks_are_written():
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     pool = pool_of(model)
     before = pool.kv.clone()
@@ -236,7 +216,7 @@ def test_only_the_sequences_own_blocks_are_written() -> None:
     assert torch.equal(pool.kv[block_ids[-1], :, :, 3:], before[block_ids[-1], :, :, 3:])
 
 
-def test_earlier_content_of_the_pool_does_not_matter() -> None:
+def test_earlier_content_of_the_pool_does_not_matter():
     """Neither values after a sequence's last token nor NaNs in other blocks affect the logits."""
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     one, other = pool_of(model), pool_of(model)
@@ -253,9 +233,7 @@ def test_earlier_content_of_the_pool_does_not_matter() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sequence_that_overflows_does_not_affect_the_next_owner_of_its_blocks(
-    dtype: torch.dtype, device: str
-) -> None:
+def test_a_sequence_that_overflows_does_not_affect_the_next_owner_of_its_blocks(dtype, device):
     config = replace(TINY, tie_word_embeddings=False)
     model = Llama.random(config, seed=1, dtype=dtype, device=device)
     model._embedding[5] = torch.inf
@@ -269,7 +247,7 @@ def test_a_sequence_that_overflows_does_not_affect_the_next_owner_of_its_blocks(
     assert torch.equal(logits[0], logits[1])
 
 
-def test_a_sequence_decodes_the_same_with_much_longer_and_shorter_ones_in_its_batch() -> None:
+def test_a_sequence_decodes_the_same_with_much_longer_and_shorter_ones_in_its_batch():
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     kv = pool_of(model).kv
     lengths = [120, 5, 33, 1, 17]
@@ -284,7 +262,7 @@ def test_a_sequence_decodes_the_same_with_much_longer_and_shorter_ones_in_its_ba
         torch.testing.assert_close(together[n], again, rtol=0, atol=1e-5)
 
 
-def test_with_random_weights_the_logits_depend_on_the_whole_context() -> None:
+def test_with_random_weights_the_logits_depend_on_the_whole_context():
     model = Llama.random(TINY, seed=1, dtype=torch.float32, device="cpu")
     kv = pool_of(model).kv
     [block_ids] = slots(50)
@@ -294,8 +272,8 @@ def test_with_random_weights_the_logits_depend_on_the_whole_context() -> None:
     assert (logits - other).abs().max() > 0.01
 
 
-def test_the_same_seed_gives_the_same_weights() -> None:
-    def logits(seed: int) -> Tensor:
+def test_the_same_seed_gives_the_same_weights():
+    def logits(seed):
         model = Llama.random(TINY, seed=seed, dtype=torch.float32, device="cpu")
         return model.prefill([pool_of(model).kv], [1, 2, 3], 0, [0])
 
@@ -303,7 +281,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert not torch.equal(logits(1), logits(2))
 
 
-def test_a_checkpoint_may_come_in_shards(tmp_path: Path) -> None:
+def test_a_checkpoint_may_come_in_shards(tmp_path):
     model = reference()
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -312,7 +290,7 @@ def test_a_checkpoint_may_come_in_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, logits_of(model, [5, 6, 7])[-1], rtol=0, atol=1e-4)
 
 
-def test_redundant_tensors_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
+def test_redundant_tensors_of_a_checkpoint_are_ignored(tmp_path):
     model = reference(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -323,11 +301,11 @@ def test_redundant_tensors_of_a_checkpoint_are_ignored(tmp_path: Path) -> None:
     loaded(tmp_path)
 
 
-def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+def without(name):
     return lambda tensors: tensors.__delitem__(name)
 
 
-def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+def with_tensor(name, tensor):
     return lambda tensors: tensors.__setitem__(name, tensor)
 
 
@@ -350,9 +328,7 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None
     ],
     ids=["missing", "unexpected", "wrong shape", "quantised"],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    spoil: Callable[[dict[str, Tensor]], None], complaint: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(spoil, complaint, tmp_path):
     reference().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     spoil(tensors)
@@ -361,7 +337,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         loaded(tmp_path)
 
 
-def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_are_refused(tmp_path):
     reference().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -377,20 +353,20 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             loaded(tmp_path)
 
 
-def test_cudnn_attention_which_is_planned_for_each_length_is_not_used() -> None:
+def test_cudnn_attention_which_is_planned_for_each_length_is_not_used():
     torch.backends.cuda.enable_cudnn_sdp(True)
     Llama(TINY, dtype=torch.bfloat16, device="cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_kv_of_a_model_fits_its_pool() -> None:
+def test_kv_of_a_model_fits_its_pool():
     model = Llama.random(TINY, seed=1, dtype=torch.bfloat16, device="cpu")
     shape = model.kv_shape(16)
     assert (shape.num_layers, *shape.layer_shape) == (2, 2, 16, 2, 16)
     assert shape.dtype is torch.bfloat16
 
 
-def test_prefill_and_decode_do_not_synchronise_with_the_device() -> None:
+def test_prefill_and_decode_do_not_synchronise_with_the_device():
     """Tensors on the meta device have no values to read, so that a synchronisation would fail."""
     model = Llama(TINY, dtype=torch.float32, device="meta")
     shape = model.kv_shape(BLOCK_SIZE)

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -12,7 +8,7 @@ from app.core.errors import ConfigError
 from workers.engines.torch.llama_config import SIZES, LlamaConfig, RopeScaling
 
 
-def config_file(folder: Path, **changes: Any) -> Path:
+def config_file(folder, **changes):
     """A config.json as older versions of transformers wrote it; None leaves a setting out."""
     settings = {
         "architectures": ["LlamaForCausalLM"],
@@ -43,13 +39,13 @@ def config_file(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_a_config_of_older_transformers_is_read(tmp_path: Path) -> None:
+def test_a_config_of_older_transformers_is_read(tmp_path):
     assert LlamaConfig.from_checkpoint(config_file(tmp_path)) == replace(
         SIZES["llama-3.1-8b"], eos_token_ids=(128_001,)
     )
 
 
-def test_a_config_of_newer_transformers_is_read(tmp_path: Path) -> None:
+def test_a_config_of_newer_transformers_is_read(tmp_path):
     theirs = transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=48,
@@ -87,9 +83,7 @@ def test_a_config_of_newer_transformers_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_settings_that_a_config_leaves_out_have_the_defaults_of_transformers(
-    tmp_path: Path,
-) -> None:
+def test_settings_that_a_config_leaves_out_have_the_defaults_of_transformers(tmp_path):
     left_out = (
         *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
         *("rope_scaling", "hidden_act", "attention_bias", "tie_word_embeddings", "eos_token_id"),
@@ -106,7 +100,7 @@ def test_settings_that_a_config_leaves_out_have_the_defaults_of_transformers(
     assert config.eos_token_ids == ()
 
 
-def test_the_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -> None:
+def test_the_generation_config_sets_the_end_of_sequence_tokens(tmp_path):
     config_file(tmp_path)
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6}')
@@ -142,14 +136,12 @@ def test_the_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_unsupported_setting_is_refused_by_name(
-    changes: dict[str, Any], complaint: str, tmp_path: Path
-) -> None:
+def test_an_unsupported_setting_is_refused_by_name(changes, complaint, tmp_path):
     with pytest.raises(ConfigError, match=complaint):
         LlamaConfig.from_checkpoint(config_file(tmp_path, **changes))
 
 
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         LlamaConfig.from_checkpoint(tmp_path)
     for text, complaint in (
@@ -170,6 +162,6 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ({"original_max_position_embeddings": 0.5}, r"original_max_position_embeddings: .*0\.5"),
     ],
 )
-def test_an_invalid_rope_scaling_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_rope_scaling_is_refused(changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
         replace(RopeScaling(8.0, 1.0, 4.0, 8192), **changes)

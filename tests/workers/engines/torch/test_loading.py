@@ -1,31 +1,23 @@
 """Settings of a torch engine, and what it finds on disk after a restart."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from redis.asyncio import Redis
 
 from app.core.errors import ConfigError
 from app.core.hashing import token_bytes
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier
-from app.local.redis_server import EmbeddedRedis
-from app.simulation.steps import Finished
 from tests.eventually import eventually
 from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher
 from tests.workers.kv.words import named
-from workers.engines.base import CompletionRequest, Engine
+from workers.engines.base import CompletionRequest
 from workers.engines.torch.chunks import fingerprint_of, identity_of
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
@@ -33,7 +25,6 @@ from workers.engines.torch.tiers import rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.identity import hash_of, identities_of
 from workers.kv.memory import KVShape
-from workers.kv.transfer.tcp import BlockSource
 from workers.main import host, serve
 
 SETTINGS = WorkerSettings(
@@ -66,8 +57,8 @@ SETTINGS = WorkerSettings(
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_an_invalid_setting_is_refused_in_one_line_that_names_it(
-    changes: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    changes, complaint, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=complaint) as refused:
         host(replace(SETTINGS, **changes))
@@ -82,7 +73,7 @@ def test_an_invalid_setting_is_refused_in_one_line_that_names_it(
         pytest.param("cuda:0", 0, marks=pytest.mark.gpu),
     ],
 )
-def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) -> None:
+def test_an_engine_reports_the_gpu_it_computes_on(device, gpu):
     hosted = host(replace(SETTINGS, device=device))
     hosted.close()
     assert hosted.gpu == gpu
@@ -98,23 +89,21 @@ def test_an_engine_reports_the_gpu_it_computes_on(device: str, gpu: int | None) 
     ],
 )
 def test_each_rank_has_a_gpu_if_there_are_as_many_and_none_is_named(
-    device: str, gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    device, gpus, expected, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     ranks = KVShape(1, 2, 2, torch.float32, 4).split(2)
     assert [str(rank_device(torch.device(device), rank)) for rank in ranks] == expected
 
 
-def test_a_default_pool_smaller_than_a_block_holds_one_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_default_pool_smaller_than_a_block_holds_one_block(monkeypatch):
     monkeypatch.setattr("workers.engines.torch.tiers.DEFAULT_POOL_BYTES", 100)
     hosted = host(replace(SETTINGS, kv_pool_tokens=None, host_pool_tokens=0))
     hosted.close()
     assert hosted.num_blocks == {Tier.DEVICE: 1}
 
 
-def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path: Path) -> None:
+def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path):
     settings = replace(SETTINGS, disk_folder=str(tmp_path), disk_pool_tokens=1024)
     first = host(settings)
     assert first.num_blocks == dict.fromkeys(Tier, 64)
@@ -127,8 +116,8 @@ def test_workers_share_a_disk_folder_but_not_a_disk(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_redis_does_not_suit_gives_its_disk_back(
-    tmp_path: Path, one_redis_server: EmbeddedRedis, redis: Redis
-) -> None:
+    tmp_path, one_redis_server, redis
+):
     url = one_redis_server.url
     settings = replace(
         SETTINGS, redis_url=url, port=0, disk_folder=str(tmp_path), disk_pool_tokens=1024
@@ -142,13 +131,11 @@ async def test_a_worker_that_redis_does_not_suit_gives_its_disk_back(
     host(settings).close()
 
 
-def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(monkeypatch):
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
 
-    def fingerprint(device: str, name: str) -> int:
+    def fingerprint(device, name):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         model.device = torch.device(device)
         return fingerprint_of(SETTINGS, model, shape, "tiny")
@@ -158,7 +145,7 @@ def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(
     assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
 
 
-def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch):
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
     before = fingerprint_of(SETTINGS, model, shape, "tiny")
@@ -168,8 +155,8 @@ def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch: pytest.Mo
 
 
 def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
     shape = model.kv_shape(16)
     found = {fingerprint_of(SETTINGS, model, shape, "tiny")}
@@ -189,8 +176,8 @@ def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_
         assert identity_of(tmp_path) != before
 
 
-async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[int] = []
+async def test_settings_reach_the_engine(monkeypatch):
+    threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     settings = replace(SETTINGS, store_min_uses=3, max_num_seqs=5, threads=2)
     async with serving(settings) as (engine, _):
@@ -204,14 +191,14 @@ async def test_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         engine._manager.register(table, [named(n) for n in range(64)])
         engine._cache.release(table)
 
-        async def num_free() -> int:
+        async def num_free():
             return engine._manager.tiers[Tier.DEVICE].num_free
 
         await eventually(num_free, lambda free: free == 8)
 
 
 @asynccontextmanager
-async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakePublisher]]:
+async def serving(settings):
     hosted, publisher = host(settings), FakePublisher()
     engine = hosted.start(publisher)
     try:
@@ -223,9 +210,7 @@ async def serving(settings: WorkerSettings) -> AsyncIterator[tuple[Engine, FakeP
         hosted.close()
 
 
-async def finished(
-    engine: Engine, prompt: list[int], source: BlockSource | None = None
-) -> Finished:
+async def finished(engine, prompt, source=None):
     request = CompletionRequest("r", token_bytes(prompt), 1, source=source)
     async for output in engine.complete(request):
         last = output
@@ -237,9 +222,7 @@ async def finished(
     ("changes", "fetched"),
     [({}, 256), ({"tp_size": 2}, 256), ({"block_size": 32}, 0), ({"prefill_chunk": 128}, 0)],
 )
-async def test_workers_hand_kv_on_if_they_compute_the_same_bits(
-    changes: dict[str, Any], fetched: int
-) -> None:
+async def test_workers_hand_kv_on_if_they_compute_the_same_bits(changes, fetched):
     settings = replace(SETTINGS, host="127.0.0.1", kv_transfer="kvroute")
     prompt = [n % 251 for n in range(300)]
     async with serving(settings) as (source, _), serving(replace(settings, **changes)) as (at, _):
@@ -251,14 +234,14 @@ async def test_workers_hand_kv_on_if_they_compute_the_same_bits(
         assert (await finished(at, prompt, kept)).cached_tokens == fetched
 
 
-async def test_a_worker_hands_nothing_on_unless_it_is_told_to() -> None:
+async def test_a_worker_hands_nothing_on_unless_it_is_told_to():
     async with serving(SETTINGS) as (engine, _):
         assert not engine.transfers
         await finished(engine, [1] * 300)
         assert await engine.hand_on(token_bytes([1] * 300), 60) is None
 
 
-def test_models_differ_if_any_weight_does() -> None:
+def test_models_differ_if_any_weight_does():
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.bfloat16, device="cpu")
     before = model.checksum()
     assert (
@@ -268,9 +251,7 @@ def test_models_differ_if_any_weight_does() -> None:
     assert model.checksum() != before
 
 
-async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back(
-    tmp_path: Path,
-) -> None:
+async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back(tmp_path):
     prompt = [n % 251 for n in range(600)]
     chain = identities_of(token_bytes(prompt[:512]), 16)
     settings = replace(
@@ -283,7 +264,7 @@ async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back
     async with serving(settings) as (engine, publisher):
         await finished(engine, prompt)
 
-        async def tiers() -> set[Tier]:
+        async def tiers():
             return publisher.shown.tiers_of(hash_of(chain[-1]))
 
         await eventually(tiers, lambda held: held == set(Tier))
@@ -299,9 +280,7 @@ async def test_each_rank_has_a_disk_of_its_own_and_only_what_all_hold_comes_back
         assert (await finished(engine, prompt)).disk_tokens == 256
 
 
-async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
-    tmp_path: Path,
-) -> None:
+async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(tmp_path):
     model, prompt = tmp_path / "model", list(range(43))
     reference().save_pretrained(model)
     settings = replace(
@@ -318,7 +297,7 @@ async def test_chunk_write_policy_and_disk_settings_take_effect_across_restarts(
         # Five blocks are the same; a chunk is two blocks.
         assert (await finished(engine, [*prompt[:20], *[50] * 10])).cached_tokens == 16
 
-        async def tiers() -> set[Tier]:
+        async def tiers():
             block = identities_of(token_bytes(prompt[:40]), 4)[-1]
             return publisher.shown.tiers_of(hash_of(block))
 

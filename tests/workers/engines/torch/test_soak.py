@@ -5,20 +5,13 @@ However blocks are reused, shared, moved and evicted, each prompt gets bit for b
 it gets alone. Once the engine is idle, each slot is free or holds a block that Redis shows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from redis.asyncio import Redis
-from torch import Tensor
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
@@ -34,7 +27,6 @@ from tests.workers.engines.torch.test_engine import (
     DISK,
     HOST,
     MODEL,
-    Served,
     Spy,
     hashes_of,
     output_of,
@@ -42,7 +34,6 @@ from tests.workers.engines.torch.test_engine import (
     running,
 )
 from tests.workers.kv.cache_model import CacheModel
-from workers.agent.agent import Agent
 from workers.kv.identity import hash_of
 from workers.kv.memory import MemoryPool
 from workers.kv.moves import WritePolicy
@@ -57,10 +48,10 @@ LARGEST = 16
 class CheckedSpy(Spy):
     """Compares the logits of each prompt's last chunk with those of the prompt alone."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, prompts):
         super().__init__(MODEL)
         self.num_compared = 0
-        self._expected: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        self._expected = {}
         for prompt in prompts:
             pool = MemoryPool(MODEL.kv_shape(BLOCK_SIZE), LARGEST)
             for start in range(0, len(prompt), CHUNK):
@@ -68,9 +59,7 @@ class CheckedSpy(Spy):
                 logits = MODEL.prefill([pool.kv], chunk, start, range(LARGEST))
             self._expected[start, tuple(chunk)] = logits
 
-    def prefill(
-        self, kv: Sequence[Tensor], tokens: Sequence[int], start: int, *where: Any
-    ) -> Tensor:
+    def prefill(self, kv, tokens, start, *where):
         logits = self.model.prefill(kv, tokens, start, *where)
         expected = self._expected.get((start, tuple(tokens)))
         if expected is not None:
@@ -79,17 +68,17 @@ class CheckedSpy(Spy):
         return logits
 
 
-def prompts_of(rng: random.Random) -> list[list[int]]:
+def prompts_of(rng):
     """Prompts that branch off each other anywhere. Each ends with a token of its own: by its last
     chunk, which may be that token alone, it is known."""
-    prompts: list[list[int]] = []
+    prompts = []
     for n in range(40):
         stem = rng.choice(prompts)[: rng.randrange(48)] if n > 4 else []
         prompts.append([*stem, *prompt_of(1000 + n, rng.randint(3, 55 - len(stem))), n])
     return prompts
 
 
-async def run_client(served: Served, prompts: Sequence[Sequence[int]], rng: random.Random) -> None:
+async def run_client(served, prompts, rng):
     """One client's requests, one after another; the id of a cancelled one may be reused at once."""
     for _ in range(30):
         name = f"r{rng.randrange(12)}"
@@ -108,7 +97,7 @@ async def run_client(served: Served, prompts: Sequence[Sequence[int]], rng: rand
             generation.cancel()
 
 
-async def soak(folder: Path, redis: Redis, seed: int) -> int:
+async def soak(folder, redis, seed):
     """Run one worker from start to stop; returns how often logits were compared."""
     rng = random.Random(seed)
     num_slots = {DEVICE: rng.randint(LARGEST, 40)}
@@ -141,9 +130,7 @@ async def soak(folder: Path, redis: Redis, seed: int) -> int:
     return spy.num_compared
 
 
-async def check_idle(
-    served: Served, agent: Agent, scripts: ScriptRunner, prompts: Sequence[Sequence[int]]
-) -> None:
+async def check_idle(served, agent, scripts, prompts):
     """No request holds a slot, and Redis shows exactly the blocks that the worker holds."""
     held = CacheModel()
     for tier, slots in served.manager.tiers.items():
@@ -159,15 +146,13 @@ async def check_idle(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-async def test_logits_stay_exact_and_no_slot_leaks(tmp_path: Path, redis: Redis, seed: int) -> None:
+async def test_logits_stay_exact_and_no_slot_leaks(tmp_path, redis, seed):
     assert await soak(tmp_path, redis, seed) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 120)
-async def test_logits_stay_exact_and_no_slot_leaks_in_a_long_run(
-    tmp_path: Path, redis: Redis
-) -> None:
+async def test_logits_stay_exact_and_no_slot_leaks_in_a_long_run(tmp_path, redis):
     loop = asyncio.get_running_loop()
     end = loop.time() + SOAK_S
     seed = 100

@@ -1,14 +1,9 @@
 """Prompts that one torch engine computes and another goes on from, over a real connection."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,6 @@ from tests.workers.engines.torch.test_engine import (
     BLOCK_SIZE,
     MODEL,
     NUM_SLOTS,
-    Served,
     Spy,
     alone,
     blocks_of,
@@ -31,15 +25,13 @@ from tests.workers.engines.torch.test_engine import (
     prompt_of,
     running,
 )
-from tests.workers.kv.bad_link import Alter, HeldBytes, bad_link, cut, flipped
+from tests.workers.kv.bad_link import HeldBytes, bad_link, cut, flipped
 from workers.engines.base import EngineStoppedError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv import memory
-from workers.kv.identity import BlockIdentity
-from workers.kv.tables import BlockTable
 from workers.kv.transfer.kv_lease import KvPort
-from workers.kv.transfer.tcp import BlocksOffer, BlockSource, offered_frame
+from workers.kv.transfer.tcp import BlocksOffer, offered_frame
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}
@@ -51,13 +43,7 @@ LAYER_BYTES = MODEL.kv_shape(BLOCK_SIZE).layer_bytes
 
 
 @asynccontextmanager
-async def linked(
-    folder: Path,
-    *,
-    spies: tuple[Spy, Spy] | None = None,
-    tp_sizes: tuple[int, int] = (1, 1),
-    **options: Any,
-) -> AsyncIterator[tuple[Served, Served]]:
+async def linked(folder, *, spies=None, tp_sizes=(1, 1), **options):
     """A source and a target, which can reach each other."""
     async with AsyncExitStack() as stack:
         engines = []
@@ -71,13 +57,11 @@ async def linked(
         yield engines[0], engines[1]
 
 
-async def _all_run(engines: Sequence[Served]) -> bool:
+async def _all_run(engines):
     return all(served.engine.running for served in engines)
 
 
-async def kept_by(
-    served: Served, prompt: list[int] = PROMPT, keep_s: float = LEASE_S
-) -> BlockSource:
+async def kept_by(served, prompt=PROMPT, keep_s=LEASE_S):
     """Where the prompt's KV is kept once this engine has computed it."""
     generation = served.submit("split", prompt, 1, keep_s=keep_s)
     await output_of(generation)
@@ -85,35 +69,33 @@ async def kept_by(
     return generation.kept
 
 
-async def all_let_go(served: Served) -> None:
+async def all_let_go(served):
     await served.settle()
     assert served.engine._transfer is not None
     assert not served.engine._transfer._kept.tables
 
 
 @asynccontextmanager
-async def over(alter: Alter | HeldBytes, kept: BlockSource) -> AsyncIterator[BlockSource]:
+async def over(alter, kept):
     """The same source, over a bad link."""
     async with bad_link(kept.port, alter) as port:
         yield replace(kept, port=port)
 
 
-def first_group_bytes(num_blocks: int = WHOLE // BLOCK_SIZE) -> int:
+def first_group_bytes(num_blocks=WHOLE // BLOCK_SIZE):
     """What a source sends before its second group of layers, with one layer a group."""
     offered = offered_frame(BlocksOffer(num_blocks))
     return len(offered) + num_blocks * (8 + LAYER_BYTES)
 
 
 @pytest.fixture
-def _one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_layer_a_group(monkeypatch):
     monkeypatch.setattr(memory, "GROUP_BYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_logits_after_a_split_are_those_of_one_worker_alone(
-    tmp_path: Path, device: str, dtype: torch.dtype
-) -> None:
+async def test_logits_after_a_split_are_those_of_one_worker_alone(tmp_path, device, dtype):
     model = Llama.random(SIZES["tiny"], seed=0, dtype=dtype, device=device)
     async with running(tmp_path / "alone", spy=Spy(model)) as one:
         expected = await one.ask(PROMPT, 6)
@@ -141,8 +123,8 @@ async def test_logits_after_a_split_are_those_of_one_worker_alone(
     ids=str,
 )
 async def test_logits_are_those_of_one_rank_however_source_and_target_split_the_heads(
-    tmp_path: Path, tp_sizes: tuple[int, int], device: str
-) -> None:
+    tmp_path, tp_sizes, device
+):
     config = replace(SIZES["tiny"], num_kv_heads=4)
     model = Llama.random(config, seed=0, dtype=torch.float32, device=device)
     held = prompt_of(7, 43)
@@ -167,7 +149,7 @@ async def test_logits_are_those_of_one_rank_however_source_and_target_split_the_
             assert torch.equal(target.spy.logits[-1], expected[name][1])
 
 
-async def test_a_target_that_lacks_nothing_has_its_source_let_go(tmp_path: Path) -> None:
+async def test_a_target_that_lacks_nothing_has_its_source_let_go(tmp_path):
     async with linked(tmp_path) as (source, target):
         await target.ask(PROMPT, 6)
         _, finished = await target.ask(PROMPT, 6, source=await kept_by(source))
@@ -178,13 +160,11 @@ async def test_a_target_that_lacks_nothing_has_its_source_let_go(tmp_path: Path)
         await all_let_go(source)
 
 
-async def _value(value: int) -> int:
+async def _value(value):
     return value
 
 
-async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(
-    tmp_path: Path,
-) -> None:
+async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(tmp_path):
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         await target.ask(PROMPT, 6, source=kept)
@@ -193,11 +173,11 @@ async def test_the_one_token_of_a_source_says_nothing_of_how_long_answers_are(
         assert source.engine.speed().mean_output_tokens == 300
 
 
-async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Path) -> None:
+async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path):
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source, prompt_of(2, 43))
         # As if the source had another prompt's blocks under this prompt's hashes.
-        (hold,) = source.engine._transfer._kept._holds.values()  # type: ignore[union-attr]
+        (hold,) = source.engine._transfer._kept._holds.values()
         hold.table.chain[:] = blocks_of(PROMPT)
         tokens, _ = await target.ask(PROMPT, 6, source=kept)
         hold.table.chain[:] = blocks_of(prompt_of(2, 43))
@@ -206,9 +186,7 @@ async def test_the_control_another_prompts_blocks_change_the_logits(tmp_path: Pa
 
 
 @pytest.mark.parametrize("above", [(), (DEVICE,), (DEVICE, HOST)], ids=["device", "host", "disk"])
-async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(
-    tmp_path: Path, above: tuple[Tier, ...]
-) -> None:
+async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(tmp_path, above):
     longer = [*PROMPT[:33], *prompt_of(9, 30)]
     async with linked(tmp_path) as (source, target):
         await source.ask(PROMPT)
@@ -226,21 +204,21 @@ async def test_a_held_prefix_is_handed_on_from_any_tier_without_computing(
     assert tokens == alone(longer, 6)
 
 
-async def test_nothing_held_is_handed_on_as_nothing(tmp_path: Path) -> None:
+async def test_nothing_held_is_handed_on_as_nothing(tmp_path):
     async with linked(tmp_path) as (source, _):
         assert await source.engine.hand_on(token_bytes(PROMPT), LEASE_S) is None
         await all_let_go(source)
 
 
 async def test_a_request_gets_the_slots_of_a_prefix_that_took_too_long_to_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     async with linked(tmp_path) as (source, _):
         await source.ask(PROMPT)
         cache = source.engine._cache
         admit, is_held = cache.admit, asyncio.Event()
 
-        async def slow(prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
+        async def slow(prefix, num_blocks):
             table = await admit(prefix, num_blocks)
             is_held.set()
             try:
@@ -259,14 +237,14 @@ async def test_a_request_gets_the_slots_of_a_prefix_that_took_too_long_to_load(
         assert await handed_on is None
 
 
-async def test_what_the_target_holds_itself_does_not_travel(tmp_path: Path) -> None:
+async def test_what_the_target_holds_itself_does_not_travel(tmp_path):
     async with linked(tmp_path) as (source, target):
         await target.ask(PROMPT[:25])
         kept = await kept_by(source)
         computed = target.spy.computed
-        sent: list[bytes] = []
+        sent = []
 
-        def recorded(_: int, data: bytes) -> bytes:
+        def recorded(_, data):
             sent.append(data)
             return data
 
@@ -294,8 +272,8 @@ async def test_what_the_target_holds_itself_does_not_travel(tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("begins_early", [False, True])
 async def test_what_does_not_arrive_whole_is_computed(
-    tmp_path: Path, alter: Alter, num_fetched: int, begins_early: bool, monkeypatch: Any
-) -> None:
+    tmp_path, alter, num_fetched, begins_early, monkeypatch
+):
     if begins_early:
         monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
     async with linked(tmp_path) as (source, target):
@@ -316,7 +294,7 @@ async def test_what_does_not_arrive_whole_is_computed(
     assert target.fake_publisher.shown.scan(hashes_of(PROMPT)).total == WHOLE // BLOCK_SIZE
 
 
-async def kept_by_now(served: Served) -> int:
+async def kept_by_now(served):
     assert served.engine._transfer is not None
     return served.engine._transfer.num_kept
 
@@ -324,14 +302,14 @@ async def kept_by_now(served: Served) -> int:
 class LayerSpy(Spy):
     """Sets `reached`, on the event loop, before a layer is computed that needs what is fetched."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer):
         super().__init__(MODEL)
         self.layer = layer
         self.reached = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    def prefill(self, kv: Any, tokens: Any, start: int, block_ids: Any, *before: Any) -> Any:
-        def before_layer(layer: int) -> None:
+    def prefill(self, kv, tokens, start, block_ids, *before):
+        def before_layer(layer):
             if layer == self.layer:
                 self._loop.call_soon_threadsafe(self.reached.set)
             before[0](layer)
@@ -340,9 +318,7 @@ class LayerSpy(Spy):
 
 
 @pytest.mark.usefixtures("_one_layer_a_group")
-async def test_the_first_layers_are_used_while_the_last_ones_travel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_first_layers_are_used_while_the_last_ones_travel(tmp_path, monkeypatch):
     monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
     spy = LayerSpy(1)
     async with linked(tmp_path, spies=(Spy(MODEL), spy)) as (source, target):
@@ -355,9 +331,7 @@ async def test_the_first_layers_are_used_while_the_last_ones_travel(
     assert tokens == alone(PROMPT, 6)
 
 
-async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(
-    tmp_path: Path,
-) -> None:
+async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(tmp_path):
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         may_go = asyncio.Event()
@@ -373,9 +347,7 @@ async def test_others_are_computed_while_a_request_waits_for_what_it_fetches(
 
 
 @pytest.mark.parametrize("comes", [True, False])
-async def test_a_prefix_that_another_request_fetches_is_waited_for(
-    tmp_path: Path, comes: bool
-) -> None:
+async def test_a_prefix_that_another_request_fetches_is_waited_for(tmp_path, comes):
     longer = [*PROMPT[:WHOLE], *prompt_of(4, 9)]
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
@@ -396,9 +368,7 @@ async def test_a_prefix_that_another_request_fetches_is_waited_for(
     assert finished.cached_tokens == (WHOLE if comes else 0)
 
 
-async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_after_that(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_after_that(tmp_path):
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source)
         may_go = asyncio.Event()
@@ -413,22 +383,20 @@ async def test_a_request_that_is_cancelled_while_it_fetches_frees_its_slots_afte
         assert not await _prefilling(target)()
 
 
-async def test_a_request_that_is_cancelled_before_it_fetches_has_its_source_let_go(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_that_is_cancelled_before_it_fetches_has_its_source_let_go(tmp_path):
     async with linked(tmp_path) as (source, target):
         target.submit("waiting", PROMPT, 3, source=await kept_by(source)).cancel()
         await all_let_go(source)
 
 
-def _prefilling(served: Served) -> Any:
-    async def count() -> int:
+def _prefilling(served):
+    async def count():
         return len(served.engine._prefills)
 
     return count
 
 
-async def test_a_request_waits_for_the_room_of_what_is_kept(tmp_path: Path) -> None:
+async def test_a_request_waits_for_the_room_of_what_is_kept(tmp_path):
     async with linked(tmp_path) as (source, _):
         prompts = [prompt_of(n, 43) for n in range(2, 4)]
         for n, prompt in enumerate(prompts):
@@ -439,7 +407,7 @@ async def test_a_request_waits_for_the_room_of_what_is_kept(tmp_path: Path) -> N
     assert tokens == alone(prompt_of(4, 60), 4)
 
 
-async def test_blocks_that_wait_to_be_fetched_are_no_load(tmp_path: Path) -> None:
+async def test_blocks_that_wait_to_be_fetched_are_no_load(tmp_path):
     async with linked(tmp_path) as (source, _):
         await kept_by(source)
         assert await kept_by_now(source) == WHOLE // BLOCK_SIZE
@@ -452,7 +420,7 @@ async def test_blocks_that_wait_to_be_fetched_are_no_load(tmp_path: Path) -> Non
         running_on.cancel()
 
 
-async def test_blocks_that_nobody_fetches_are_let_go_when_the_lease_ends(tmp_path: Path) -> None:
+async def test_blocks_that_nobody_fetches_are_let_go_when_the_lease_ends(tmp_path):
     async with linked(tmp_path) as (source, target):
         kept = await kept_by(source, keep_s=1e-3)
         await all_let_go(source)
@@ -462,7 +430,7 @@ async def test_blocks_that_nobody_fetches_are_let_go_when_the_lease_ends(tmp_pat
     assert tokens == alone(PROMPT, 6)
 
 
-async def test_a_transfer_is_learned_and_does_not_count_as_computed(tmp_path: Path) -> None:
+async def test_a_transfer_is_learned_and_does_not_count_as_computed(tmp_path):
     async with linked(tmp_path) as (source, target):
         unlearned = target.engine.speed()
         assert unlearned.transfer_s == DEFAULT_SPEED.transfer_s
@@ -473,7 +441,7 @@ async def test_a_transfer_is_learned_and_does_not_count_as_computed(tmp_path: Pa
     assert target.spy.computed == len(PROMPT) - WHOLE
 
 
-async def test_an_engine_that_stops_while_blocks_travel_ends(tmp_path: Path) -> None:
+async def test_an_engine_that_stops_while_blocks_travel_ends(tmp_path):
     async with (
         linked(tmp_path) as (source, target),
         over(HeldBytes(0, asyncio.Event()), await kept_by(source)) as slow,

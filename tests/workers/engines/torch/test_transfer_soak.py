@@ -1,33 +1,26 @@
 """Many requests at once that go on from each other's KV, over links of which some are bad."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
 from app.core.hashing import token_bytes
 from app.core.types import Tier
-from tests.workers.engines.torch.test_engine import Served, output_of
+from tests.workers.engines.torch.test_engine import output_of
 from tests.workers.engines.torch.test_soak import CheckedSpy, prompts_of
 from tests.workers.engines.torch.test_transfer import all_let_go, linked, over
 from tests.workers.kv.bad_link import cut, flipped
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.kv import memory
-from workers.kv.transfer.tcp import BlockSource
 
 LEASE_S = 0.3
 NUM_CLIENTS = 8
 """Together they need more slots than there are."""
 
 
-async def kept_by(
-    source: Served, prompt: Sequence[int], name: str, held: bool
-) -> BlockSource | None:
+async def kept_by(source, prompt, name, held):
     if held:
         return await source.engine.hand_on(token_bytes(list(prompt)), LEASE_S)
     generation = source.submit(name, prompt, 1, keep_s=LEASE_S)
@@ -35,9 +28,7 @@ async def kept_by(
     return generation.kept
 
 
-async def run_client(
-    source: Served, target: Served, prompts: Sequence[Sequence[int]], rng: random.Random
-) -> None:
+async def run_client(source, target, prompts, rng):
     name = f"{rng.random()}"
     for _ in range(10):
         prompt = rng.choice(prompts)
@@ -62,8 +53,8 @@ async def run_client(
 @pytest.mark.parametrize("begins_early", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 async def test_logits_stay_exact_and_no_slot_leaks_whatever_arrives(
-    tmp_path: Path, seed: int, begins_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, seed, begins_early, monkeypatch
+):
     monkeypatch.setattr(memory, "GROUP_BYTES", 1)
     if begins_early:
         monkeypatch.setattr(AdaptiveAdmission, "compute_s", lambda *_: 1e9)
