@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -178,18 +179,22 @@ class Agent:
         """While `run` runs: from now on nobody is routed here; waits until no request is left.
 
         is_idle: whether the engine, which others may use as well, has none either. False: after
-        timeout_s some are left.
+        timeout_s some are left. Where Redis has been away for as long as a lease, the engine alone
+        says it.
         """
         call = leases.drain(self._keyspace, self.info.key)
         left: int | None = None
+        told_s = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while True:
                     # Each time, as Redis may have lost it.
                     with suppress(RedisUnavailable):
                         left = await self._runner.one(call)
-                        if not left and is_idle():
-                            return True
+                        told_s = time.monotonic()
+                    is_away = time.monotonic() - told_s > self._ttl_ms / 1000
+                    if (left == 0 or is_away) and is_idle():
+                        return True
                     await asyncio.sleep(DRAIN_POLL_S)
         what = "the engine's own" if left == 0 else "an unknown number of" if left is None else left
         log.warning("%s: not drained after %g s: %s requests left", self.info.key, timeout_s, what)

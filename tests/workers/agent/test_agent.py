@@ -19,7 +19,7 @@ from app.state import leases, reservations
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.fake_worker import running
+from tests.fake_worker import fake_agent, running
 from tests.workers.agent.harness import (
     CHAIN,
     KEYS,
@@ -591,3 +591,20 @@ async def test_an_incarnation_number_already_in_use_in_a_shard_is_given_back(red
     for name in ("workers", "writers", "load"):
         assert await redis.hkeys(KEYS[name]) == [b"3"]
     assert await redis.zrange(KEYS["leases"], 0, -1) == [b"3"]
+
+
+async def test_a_worker_leaves_while_redis_is_away_once_its_engine_is_idle(own_redis_server):
+    async with connect(own_redis_server.url) as client:
+        agent = fake_agent(ScriptRunner(client, 1.0), KEYS, "w0", lease_ttl_s=0.5)
+        await agent.start()
+        own_redis_server.stop()
+        idle = False
+
+        def is_idle():
+            return idle
+
+        draining = asyncio.create_task(agent.drain(60.0, is_idle))
+        done, _ = await asyncio.wait([draining], timeout=2.0)
+        assert not done, "its engine still answers"
+        idle = True
+        assert await draining
