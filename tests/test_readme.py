@@ -62,10 +62,8 @@ def test_every_metric_that_a_document_names_exists(document):
     existing |= {f"{name}_total" for name in existing if name.endswith(("_events", "_connections"))}
     of_agents = {
         name
-        for package in ("bridge", "discovery")
-        for name in re.findall(
-            r"kvroute_agent_[a-z_]+", (ROOT / f"workers/{package}/metrics.py").read_text()
-        )
+        for file in ("bridge/metrics.py", "engine_agent.py", "discovery/fleet.py")
+        for name in re.findall(r"kvroute_agent_[a-z_]+", (ROOT / "workers" / file).read_text())
     }
     existing |= of_agents | {f"{name}_total" for name in of_agents}
     assert (

@@ -20,6 +20,7 @@ from app.core.errors import (
     PromptTooLarge,
     Unauthorized,
 )
+from app.core.printable import printable
 from app.http.body import error_body
 
 Headers = list[tuple[bytes, bytes]]
@@ -95,7 +96,8 @@ class ErrorTable:
     def message_of(self, error: Exception) -> str:
         if self.meaning_of(error).status == 500:
             return f"{type(error).__name__}; see the {self._server}'s log"
-        return str(error.detail if isinstance(error, HTTPException) else error)
+        # Whatever of a request it repeats: it may be shown on a terminal.
+        return printable(str(error.detail if isinstance(error, HTTPException) else error))
 
     def body(self, error: Exception, dialect: Dialect) -> bytes:
         field = getattr(error, "field", None)

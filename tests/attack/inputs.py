@@ -483,6 +483,8 @@ def _whole(path, text):
     for line in _OBEYED:
         sent = request("POST", path, text, JSON_TYPE + CLOSE + line)
         yield Hostile((sent,), kind="a header that engines obey", statuses=_ANSWERED)
+    sent = request("POST", path, text, JSON_TYPE + CLOSE + b"content-encoding: br\r\n")
+    yield Hostile((sent,), kind="a body that is not br", statuses=(400,))
 
 
 def _of_routers(path, fields):
@@ -542,7 +544,6 @@ _OBEYED = (
     b"x-vllm-priority: none\r\n",
     b"x-data-parallel-rank: 99\r\n",
     b"x-smg-target-worker: 0\r\n",
-    b"content-encoding: br\r\n",
 )
 """An engine that got one of these would refuse the request, or go wrong."""
 _HIDDEN = (

@@ -121,8 +121,8 @@ async def complete(request):
     ("ask", "at_once", "most"),
     [
         (by_client, 1, (4.1, 6)),
-        (whole, 1, (2.1, 5)),
-        (streamed, 1, (2.1, 5)),
+        (whole, 1, (2.1, 6)),
+        (streamed, 1, (2.1, 6)),
         (by_client, 32, (0.7, 2)),
         (whole, 32, (0.5, 2)),
         (streamed, 32, (0.5, 2)),

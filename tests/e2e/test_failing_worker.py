@@ -16,11 +16,13 @@ async def routed(client, headers, **asked):
     return str(answer.json().get("worker_id", ""))
 
 
-async def fail(client):
-    """Say of a request that worker `bad` has failed it."""
-    assert await routed(client, MINE, request_id="r", exclude=["good:0"]) == "bad"
-    said = await client.delete("/v1/requests/r?worker_failed=true", headers=MINE)
-    assert said.json()["found"]
+async def held_by_bad(client, name):
+    """Route requests until worker `bad` has one; returns its id."""
+    for number in range(1000):
+        request_id = f"{name}-{number}"
+        if await routed(client, MINE, request_id=request_id) == "bad":
+            return request_id
+    raise AssertionError("no request went to it")
 
 
 async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_replicas(
@@ -36,9 +38,13 @@ async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_repl
         started_replica(url, api_key_file=str(keys), policy="random") as other,
     ):
         for replica in (one, other):
-            await eventually(lambda by=replica: routed(by, OTHERS, exclude=["good:0"]))
-        for replica in (one, one, other):
-            await fail(replica)
+            for worker in ("bad", "good"):
+                await eventually(lambda by=replica: routed(by, OTHERS), worker.__eq__)
+        held = [(one, await held_by_bad(one, "first")), (one, await held_by_bad(one, "second"))]
+        held.append((other, await held_by_bad(other, "third")))
+        for replica, request_id in held:
+            path = f"/v1/requests/{request_id}?worker_failed=true"
+            assert (await replica.delete(path, headers=MINE)).json()["found"]
         for replica in (one, other):
             assert {await routed(replica, MINE) for _ in range(20)} == {"good"}
             assert {await routed(replica, OTHERS) for _ in range(20)} == {"bad", "good"}

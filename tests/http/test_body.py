@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from app.core.errors import BodyTimeout
@@ -17,7 +17,7 @@ async def serving():
     app = FastAPI()
 
     @app.post("/size")
-    async def size(request):
+    async def size(request: Request):
         try:
             return JSONResponse(len(await body.read_body(request, 1 << 20)))
         except BodyTimeout:

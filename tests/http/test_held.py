@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from app.core.errors import BodiesTooLarge
@@ -87,7 +87,7 @@ async def serving(held):
     app = FastAPI()
 
     @app.post("/size")
-    async def size(request):
+    async def size(request: Request):
         request.scope[HELD].belong_to(request.headers["x-key"])
         try:
             return len(await read_body(request, 10 * LARGE))

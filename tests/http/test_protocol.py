@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from app.http import protocol
@@ -30,7 +30,7 @@ async def serving(on_refused=lambda _: None):
         return "ok"
 
     @app.post("/size")
-    async def size(request):
+    async def size(request: Request):
         return len(await request.body())
 
     @app.post("/refused")
