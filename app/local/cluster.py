@@ -461,7 +461,12 @@ class Cluster:
             member.process.terminate()
         drain_s = max(part.drain_s for part in (self._router, self._worker, self._agent))
         deadline = time.monotonic() + drain_s + STOP_DEADLINE_S
-        for member in self.members:
+        # Once no router is left, workers and agents wait for nothing but reservations that nobody
+        # will release, which a second signal ends.
+        behind = [*self.workers, *self.agents]
+        for member in sorted(self.members, key=lambda member: member in behind):
+            if member in behind:
+                member.process.terminate()
             try:
                 member.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
