@@ -38,6 +38,9 @@ RESET = struct.pack("ii", 1, 0)
 BLOCK_SIZE = 16
 MAX_BODY_BYTES = 64 * 2**20
 AWAY_LOOK_S = 0.05
+TURNS_TO_CONNECT = 5
+"""Turns of the loop from a connection that is accepted to one that aiohttp knows, and closes. Where
+a listener is closed in between, nobody closes the connection."""
 RENDERED = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/tokenize"),
 )
@@ -125,7 +128,7 @@ class FakeEngine:
         self._times_left = 0
         self._changed = asyncio.Event()
         self._away = None
-        self._runner = None
+        self._runner = self._listener = None
         self.events = EventSockets(wire="sglang" if kind == "sglang" else "vllm")
         self.cache = Cache(kv_blocks)
         self._blocks_in_use = 0
@@ -195,19 +198,28 @@ class FakeEngine:
             finally:
                 if self._away is not None:
                     self._away.cancel()
+                await self._stop_listening()
                 await self._runner.cleanup()
 
     async def _listen(self, port):
         assert self._runner is not None
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        [address] = self._runner.addresses
-        self.url = f"http://127.0.0.1:{address[1]}"
+        self._listener = socket.create_server(("127.0.0.1", port))
+        await web.SockSite(self._runner, self._listener).start()
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    async def _stop_listening(self):
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener = None
+        for _ in range(TURNS_TO_CONNECT):
+            await asyncio.sleep(0)
+        for site in list(self._runner.sites):
+            await site.stop()
 
     async def _be_away(self, seconds):
         assert self._runner is not None
         assert self._runner.server is not None
-        for site in list(self._runner.sites):
-            await site.stop()
+        await self._stop_listening()
         self.broken += self._speaking
         back_s = time.monotonic() + seconds
         while time.monotonic() < back_s:
