@@ -8,6 +8,7 @@ end. The network may lose, repeat and delay batches.
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 import zmq.asyncio
@@ -117,7 +118,10 @@ class EventSockets:
         self._pub.bind(self.source.endpoint)
 
     def restart(self):
-        """Another process takes its place."""
+        """Another process takes its place, and with it its connections end."""
+        with suppress(zmq.ZMQError):  # they are cut
+            self.cut()
+            self.mend()
         self._kept.clear()
         self._next = 0
 

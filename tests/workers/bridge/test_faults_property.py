@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 import zmq.asyncio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from app.core.keys import Keyspace
@@ -205,6 +205,14 @@ def fast(monkeypatch):
 @settings(
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+# A process whose lost batches make its numbers fit those of the one before.
+@example(
+    buffer=2,
+    steps=[
+        *(("store", 0, 1), ("store", 3, 1), ("restart", 0, 1)),
+        *(("store", 0, 0), ("store", 4, 0), ("store", 3, 1)),
+    ],
 )
 @given(buffer=st.sampled_from([2, 10_000]), steps=st.lists(STEPS, max_size=30))
 def test_at_rest_routers_see_what_the_engine_holds(one_redis_server, buffer, steps):

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -112,6 +112,11 @@ class EventStream:
         self._subscriber.subscribe(source.topic.encode())
         # asyncio's future for each message would cost more than the message.
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._subscriber.underlying)
+        self._monitor = self._subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor.underlying)
+        self._is_new = False
+        """Whether the connection is a new one, over which another process may send: what that has
+        published may have just the numbers that are expected."""
         self._dealer: zmq.asyncio.Socket | None = None
         self._lost_s = -FOLLOWING_S
         self._wait_s = 0.0
@@ -122,6 +127,8 @@ class EventStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        self._subscriber.disable_monitor()
+        self._monitor.close(linger=0)
         self._subscriber.close(linger=0)
         if self._dealer is not None:
             self._dealer.close(linger=0)
@@ -194,7 +201,8 @@ class EventStream:
     async def _go_on(self) -> AsyncGenerator[Fresh | Batch, None]:
         """What comes from now on. Raises _Lost."""
         while True:
-            if not self._queue and not await self._receive():
+            is_silent = not self._queue and not await self._receive()
+            if is_silent or self._is_new:
                 async with aclosing(self._missed()) as missed:
                     async for batch in missed:
                         yield batch
@@ -259,7 +267,7 @@ class EventStream:
             return
         if is_first:
             raise _Lost("the engine was started again")
-        self.is_current = True
+        self.is_current, self._is_new = True, False
 
     def _decoded(self, message: _Message) -> Batch:
         try:
@@ -295,6 +303,11 @@ class EventStream:
                 self._queue.append(_Message(int.from_bytes(frames[1], "big"), frames[2]))
             else:
                 self.counters.unreadable += 1
+        # The event of a connection comes before what is sent over it.
+        with suppress(zmq.Again):
+            while True:
+                self._events.recv_multipart(zmq.NOBLOCK)
+                self._is_new = self._source.replay is not None
         return True
 
     async def _insist(self, seq: int) -> AsyncGenerator[_Message, None]:

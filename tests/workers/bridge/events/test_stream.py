@@ -134,6 +134,26 @@ async def test_what_is_lost_for_good_makes_all_void():
         assert (first.joined_late, last.joined_late) == (False, True)
 
 
+async def test_what_comes_over_a_new_connection_is_not_taken_for_what_was_expected(
+    publisher, monkeypatch
+):
+    monkeypatch.setattr(stream_module, "PROBE_S", 30.0)  # no silence is asked about
+    async with reading(publisher) as reader:
+        await publish(publisher, 1, 2)
+        await reader.until(lambda: reader.numbers == [1, 2])
+        publisher.restart()
+        await publish(publisher, 10, 11, times=0)
+
+        async def is_heard():
+            publisher.send([b"no batch"])
+            return reader.stream.counters.unreadable
+
+        await eventually(is_heard)
+        await publish(publisher, 12)
+        await reader.until(lambda: 12 in reader.numbers)
+        assert reader.numbers == [10, 11, 12]
+
+
 @pytest.mark.parametrize("num_after", [0, 1, 2, 5])
 async def test_an_engine_that_was_started_again_is_noticed(publisher, num_after):
     async with reading(publisher) as reader:
