@@ -18,7 +18,6 @@ from app.core.outcomes import UNFIT
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, WorkerFailed
 from app.door.record import RequestRecord
-from app.edge.as_events import as_events
 from app.edge.comments import COMMENT, HEADERS
 from app.edge.engine_errors import told
 from app.edge.errors import (
@@ -42,6 +41,9 @@ from app.http.route import CLIENT
 
 log = logging.getLogger(__name__)
 
+NO_STREAM = (
+    "the worker answered what is no stream, which comments have begun: see --comment-every-s"
+)
 SHOWN = b"x-kvroute-"
 """Headers that say where an answer comes from begin so."""
 
@@ -122,20 +124,14 @@ class Client(http.Client):
         elif _are_of_stream(headers):
             await self._show(headers)
         else:
-            raise WorkerFailed("the worker answered what is no stream")
+            raise WorkerFailed(NO_STREAM)
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """As Client of the door."""
+        """Answers with a whole body. Raises WorkerFailed if comments have begun a stream."""
         await self._end_comments()
-        if not self.status:
-            await self.answer_whole(body, status, *headers)
-            return
-        try:
-            events = as_events(body, self.scope["path"])
-        except ValueError:
-            raise WorkerFailed("the worker answered what is no stream") from None
-        await self._show(headers)
-        await self.send(events, last=True)
+        if self.status:
+            raise WorkerFailed(NO_STREAM)
+        await self.answer_whole(body, status, *headers)
 
     async def _show(self, headers: Headers) -> None:
         """Where an answer comes from, in a comment: those that went before it have sent headers."""

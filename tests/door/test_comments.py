@@ -15,16 +15,17 @@ from tests.fake_worker import KEYS, FakeWorker, worker_info
 from tests.fakes.dialects import DIALECTS
 from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
-from tests.fakes.said import TEXT, Said
+from tests.fakes.said import Said
 from tests.fakes.test_engine import BODIES
 
 SOON = 0.05
-ENDS = {
-    "/v1/chat/completions": b"data: [DONE]\n\n",
-    "/v1/completions": b"data: [DONE]\n\n",
-    "/v1/messages": b'data: {"type":"message_stop"}\n\n',
-    "/v1/responses": b"}}\n\n",
-}
+ENDS = [
+    ("/v1/chat/completions", b"}}\n\ndata: [DONE]\n\n"),
+    ("/v1/completions", b"}}\n\ndata: [DONE]\n\n"),
+    ("/v1/messages", b"}}\n\n"),
+    ("/v1/responses", b"}\n\n"),
+]
+"""How the stream of each path ends in an error."""
 
 
 @asynccontextmanager
@@ -58,15 +59,7 @@ async def test_a_stream_that_has_not_begun_gets_comments_and_then_its_answer(
         assert (await ask(door, path, stream=False)).headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize(
-    ("path", "ends"),
-    [
-        ("/v1/chat/completions", b"}}\n\ndata: [DONE]\n\n"),
-        ("/v1/completions", b"}}\n\ndata: [DONE]\n\n"),
-        ("/v1/messages", b"}}\n\n"),
-        ("/v1/responses", b"}\n\n"),
-    ],
-)
+@pytest.mark.parametrize(("path", "ends"), ENDS)
 @pytest.mark.parametrize("status", [400, 500])
 async def test_a_refusal_that_comes_after_comments_is_an_event(
     one_redis_server, redis, path, ends, status
@@ -88,10 +81,13 @@ async def test_a_refusal_that_comes_after_comments_is_an_event(
         assert event.endswith(ends)
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_whole_answer_that_comes_after_comments_is_a_stream(one_redis_server, redis, path):
+@pytest.mark.parametrize(("path", "ends"), ENDS)
+@pytest.mark.parametrize("size", [1, 2 * MAX_WHOLE_BYTES])
+async def test_an_answer_that_is_no_stream_after_comments_is_an_error_of_one(
+    one_redis_server, redis, path, ends, size
+):
     async def whole(request):
-        dialect = DIALECTS[path](await request.json(), Said([TEXT] * 4), [3])
+        dialect = DIALECTS[path](await request.json(), Said(["x" * size]), [1])
         await asyncio.sleep(6 * SOON)
         return web.json_response(dialect.whole())
 
@@ -102,26 +98,10 @@ async def test_a_whole_answer_that_comes_after_comments_is_a_stream(one_redis_se
         await until_serving(door, 1)
         answer = await ask(door, path)
         assert answer.content.startswith(COMMENT)
-        shown, _, said = answer.content.replace(COMMENT, b"").partition(b"\n\n")
-        assert b": x-kvroute-worker: a:0\n" in shown
-        assert said.startswith((b"data: ", b"event: "))
-        assert TEXT * 4 in said.decode()
-        assert said.endswith(ENDS[path])
-
-
-async def test_what_cannot_be_a_stream_is_an_error_of_one(one_redis_server, redis):
-    async def long(_):
-        await asyncio.sleep(6 * SOON)
-        return web.json_response({"choices": [{"text": "x" * 2 * MAX_WHOLE_BYTES}]})
-
-    async with (
-        completing(redis, "a", long),
-        replica(one_redis_server.url, comment_every_s=SOON) as door,
-    ):
-        await until_serving(door, 1)
-        rest = (await ask(door, "/v1/completions")).content.replace(COMMENT, b"")
-        assert b'"code":"worker_failed"' in rest
-        assert len(rest) < 1000
+        event = answer.content.replace(COMMENT, b"")
+        assert b"what is no stream" in event
+        assert event.endswith(ends)
+        assert len(event) < 1000
 
 
 async def test_clients_of_both_makes_read_past_comments(one_redis_server, redis):
