@@ -32,7 +32,7 @@ from app.core.chains import GROUP_BLOCKS, bucket_name
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.worker_report import WorkerInfo
 from app.http.server import collect_seldom, run
 from app.ops.reset import delete_namespace
 from app.state.connect import connect
@@ -46,8 +46,10 @@ from loadtest.processes import child, received
 from workers.agent.agent import AgentSettings
 from workers.bridge.events.events import BlockRemoved, BlockStored
 from workers.bridge.events.vllm import encode
+from workers.bridge.health import EngineHealth
 from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.rank import Rank
+from workers.bridge.speed import EngineSpeed
 
 KEYS = Keyspace("bench-bridge")
 CHAIN_BLOCKS = 64
@@ -221,7 +223,8 @@ async def running_rank(url: str, source: EventSource, blocks: int) -> AsyncItera
             AgentSettings(lease_ttl_s=60.0, index_blocks=blocks),
             ScriptRunner(redis, timeout_s=10.0),
             KEYS,
-            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            EngineSpeed(blocks * BLOCK_SIZE),
+            EngineHealth(0.0, stall_s=0.0),
             None,
         )
         collect_seldom()  # as agents do

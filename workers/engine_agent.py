@@ -33,7 +33,7 @@ from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
 from workers.discovery.claims import EngineClaims
-from workers.discovery.engine import check, overrides_of
+from workers.discovery.engine import check
 from workers.discovery.fleet import EngineFleet
 from workers.discovery.source import SOURCES, source_of
 from workers.tasks import FAILURES
@@ -71,8 +71,7 @@ async def serve(settings: EngineAgentSettings) -> None:
         memory = Path(settings.memory_folder or user_cache_path("kvroute"))
 
         def begin(of_engine: EngineAgentSettings) -> EngineFollower:
-            overrides = overrides_of(of_engine)
-            return EngineFollower(of_engine, keyspace, runner, session, context, overrides, memory)
+            return EngineFollower(of_engine, keyspace, runner, session, context, memory)
 
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(supervised("redis", redis.follow, FAILURES))

@@ -20,8 +20,7 @@ from app.core.worker_report import WorkerInfo
 from workers.bridge.events.stream import EventStream
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import EngineFacts, EventSource
-from workers.bridge.http.load import IDLE
+from workers.bridge.http.facts import IDLE_TIMES, EngineFacts, EventSource
 
 EVENTS_S = 10.0
 CAPACITY_GAP = 0.05
@@ -80,7 +79,7 @@ async def _idle_times(url: str, engine: EngineHttp) -> Check:
     text = None
     with suppress(EngineUnavailable, EngineUnfit):
         text = await engine.get("/metrics")
-    told = text is not None and IDLE.encode() in text
+    told = text is not None and IDLE_TIMES.encode() in text
     return Check(
         f"engine {url} idle times",
         told or None,

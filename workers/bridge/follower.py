@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
-from app.core.worker_report import UNKNOWN, ForwardPassMetrics, Speed, WorkerInfo
+from app.core.worker_report import UNKNOWN
 from app.http.supervisor import supervised
 from app.simulation.profiles import PROFILES
 from app.state import leases
@@ -28,10 +28,10 @@ from workers.agent.agent import AgentSettings
 from workers.bridge.health import EngineHealth, Life, Probe
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp, models_of, tokenizer_hash
-from workers.bridge.http.facts import EngineFacts, EngineLoad, Overrides
+from workers.bridge.http.facts import EngineFacts, EngineLoad, EngineReading
 from workers.bridge.http.load import LoadReader
 from workers.bridge.kv_lease import ANSWER_S, LEAST_S, disagreement, lease_of
-from workers.bridge.rank import Rank, measured
+from workers.bridge.rank import IDLE, Rank
 from workers.bridge.registration import Registrations
 from workers.bridge.speed import EngineSpeed
 from workers.bridge.taint import cleanse
@@ -54,8 +54,6 @@ USUAL_CAPACITY_TOKENS = 1 << 20
 # SGLang's /health generates a token, and so may that of others.
 HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready", "openai": "/v1/models"}
 
-IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0)
-
 State = Literal["unavailable", "unfit", "refused", "asleep", "serving", "ill", "draining"]
 """unavailable: it does not answer. unfit: it cannot be followed as it is. refused: Redis does not
 take it. ill: it is there, and does not work."""
@@ -76,16 +74,10 @@ class EngineFollower:
         runner: ScriptRunner,
         session: aiohttp.ClientSession,
         context: zmq.asyncio.Context,
-        overrides: Overrides,
         memory: Path,
     ) -> None:
         self.facts: EngineFacts | None = None
         self.ranks: list[Rank] = []
-        self.loads: dict[int, EngineLoad] = {}
-        self.read_s = 0.0
-        """When they were asked for, by the loop's clock."""
-        self._reserved: dict[int, list[Load | None]] = {}
-        """What routers had reserved on each rank before that, and after."""
         self.speeds: dict[int, EngineSpeed] = {}
         """Outlive the engine, which as a rule comes back as it was."""
         self.findings: Callable[[], tuple[str, ...]] = tuple
@@ -95,7 +87,6 @@ class EngineFollower:
         """Why it cannot be followed, or not by what it says now; "": it can."""
         self._lease_s = 0.0
         """How long it keeps KV for others; 0: that is not found out yet."""
-        self._healths: dict[int, EngineHealth] = {}
         self._settings = settings
         self._keyspace = keyspace
         self._runner = runner
@@ -103,7 +94,6 @@ class EngineFollower:
         self._context = context
         self._engine = EngineHttp(session, settings.engine_url, READ_S)
         self._registrations = Registrations(settings, self._engine.url, self._engine.host)
-        self._overrides = overrides
         self._memory = memory
         self._profile = PROFILES[settings.profile] if settings.profile else None
         self._is_kept = False
@@ -128,11 +118,6 @@ class EngineFollower:
         said = [told for one in agents for told in (one.refused, one.ill, one.same) if told]
         return said[0] if said else self._unfit
 
-    def lateness(self) -> dict[int, float]:
-        """For how long each rank keeps others waiting now, in seconds."""
-        now = asyncio.get_running_loop().time()
-        return {number: health.verdict(now).late_s for number, health in self._healths.items()}
-
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
@@ -140,8 +125,8 @@ class EngineFollower:
                 self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
             )
             reader = LoadReader(self._engine, facts.kind)
-            await self._while_it_sleeps(facts, reader)
-            self.ranks = await self._new_ranks(facts, block_size)
+            reading = await self._while_it_sleeps(facts, reader)
+            self.ranks = await self._new_ranks(facts, block_size, reading)
             self._state = "serving"
             try:
                 await self._serve(facts, reader)
@@ -165,14 +150,12 @@ class EngineFollower:
             return
         self._state = "draining"
 
-        def is_idle(rank: int) -> bool:
-            load = self.loads.get(rank, IDLE)
-            return load.running == load.waiting == 0 or self._state != "draining"
+        def is_idle(rank: Rank) -> bool:
+            return rank.load.running == rank.load.waiting == 0 or self._state != "draining"
 
         async with asyncio.TaskGroup() as tasks:
             for rank in self.ranks:
-                number = rank.info.key.dp_rank
-                tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, number)))
+                tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, rank)))
 
     async def _fit(self) -> tuple[EngineFacts, int]:
         """What the engine is, and tokens per block of the index. Raises EngineUnfit."""
@@ -192,30 +175,20 @@ class EngineFollower:
         log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
         return self.facts, block_size
 
-    async def _while_it_sleeps(self, facts: EngineFacts, reader: LoadReader) -> None:
+    async def _while_it_sleeps(self, facts: EngineFacts, reader: LoadReader) -> EngineReading:
         """Wait while it sleeps: it has dropped all blocks, and would serve nobody."""
         while True:
             with suppress(EngineUnavailable, EngineUnfit):
                 outcome = await self._engine.probe(_health_path(facts))
-                self.read_s = asyncio.get_running_loop().time()
-                self.loads = (await reader.read()).loads
-                sleeps = any(load.sleeps for load in self.loads.values())
+                reading = await reader.read()
+                sleeps = any(load.sleeps for load in reading.loads.values())
                 if outcome in (Probe.ANSWERED, Probe.DENIED) and not sleeps:
-                    return
+                    return reading
                 self._state = "asleep" if sleeps else "unavailable"
             await asyncio.sleep(POLL_S)
 
     async def _serve(self, facts: EngineFacts, reader: LoadReader) -> None:
         """Until the engine is gone, sleeps or is another."""
-        now = asyncio.get_running_loop().time()
-        self._healths = {
-            rank.info.key.dp_rank: EngineHealth(
-                now,
-                stall_s=self._settings.stall_s,
-                waits_for_others=bool(self._settings.kv_transfer),
-            )
-            for rank in self.ranks
-        }
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
@@ -233,28 +206,16 @@ class EngineFollower:
     async def _probe(self, path: str) -> None:
         """Ask whether it is well, until it is gone."""
         clock = asyncio.get_running_loop().time
-        while not self._judge():
+        while not self._is_gone():
             await asyncio.sleep(POLL_S)
-            for health in self._healths.values():
-                health.asked(clock())
+            for rank in self.ranks:
+                rank.health.asked(clock())
             outcome = await self._engine.probe(path)
-            for health in self._healths.values():
-                health.probed(outcome, clock())
+            for rank in self.ranks:
+                rank.health.probed(outcome, clock())
 
-    def _judge(self) -> bool:
-        """By all that is known of it by now. Returns whether it is gone."""
-        now, lives = asyncio.get_running_loop().time(), list[Life]()
-        for rank in self.ranks:
-            health = self._healths[rank.info.key.dp_rank]
-            health.heard(rank.num_heard, now)
-            verdict = health.verdict(now)
-            lives.append(verdict.life)
-            rank.agent.ill, before = verdict.why, rank.agent.ill
-            if verdict.why != before:
-                told = f"the engine {verdict.why}" if verdict.why else "the engine is well again"
-                log.log(
-                    logging.WARNING if verdict.why else logging.INFO, "%s: %s", rank.info.key, told
-                )
+    def _is_gone(self) -> bool:
+        lives = [rank.judge() for rank in self.ranks]
         return all(life is Life.GONE for life in lives)
 
     async def _watch(self, facts: EngineFacts, reader: LoadReader) -> None:
@@ -266,53 +227,32 @@ class EngineFollower:
             try:
                 # Not together: a `gather` that is cancelled may raise what one of them raises.
                 before = await self._reserved_now()
-                asked_s = asyncio.get_running_loop().time()
                 reading = await reader.read()
             except (EngineUnavailable, EngineUnfit) as error:
                 log.debug("load not read: %s", error)
                 continue
             after = await self._reserved_now()
-            self._reserved = {rank: [load, after.get(rank)] for rank, load in before.items()}
-            self._note(reading.loads, asked_s)
+            for rank, *reserved in zip(self.ranks, before, after, strict=True):
+                rank.reserved = reserved
+                rank.note(reading.loads.get(rank.info.key.dp_rank, IDLE), reading.asked_s)
+                rank.judge()
             is_other = reading.started_s not in (None, facts.started_s)
             if is_other and not await self._answers_still(facts):
                 log.warning("the engine was started again")
                 return
-            if any(load.sleeps for load in self.loads.values()):
+            if any(load.sleeps for load in reading.loads.values()):
                 log.warning("the engine sleeps: it has dropped what it held, and is not routed to")
                 for rank in self.ranks:
                     rank.clear()
                 return
 
-    async def _reserved_now(self) -> dict[int, Load | None]:
-        """On each rank."""
-        loads = await asyncio.gather(*(rank.agent.reserved() for rank in self.ranks))
-        ranks = (rank.info.key.dp_rank for rank in self.ranks)
-        return dict(zip(ranks, loads, strict=True))
-
-    def _note(self, loads: dict[int, EngineLoad], asked_s: float) -> None:
-        """Learn from a reading. asked_s: when it was asked for."""
-        now = asyncio.get_running_loop().time()
-        self.loads, self.read_s = loads, asked_s
-        for number, load in loads.items():
-            if number in self.speeds:
-                self.speeds[number].observe(load, now)
-        for rank in self.ranks:
-            number = rank.info.key.dp_rank
-            load = loads.get(number, IDLE)
-            rank.compare(load, now)
-            self._healths[number].read(load, now, self._longest_prompt_s(rank.info))
-        self._judge()
-
-    def _longest_prompt_s(self, info: WorkerInfo) -> float:
-        speed, tokens = self.speeds[info.key.dp_rank].speed(), info.most_tokens
-        per_pair_s = speed.prefill_s_per_token2 * tokens / 2
-        return tokens * (speed.prefill_s_per_token + per_pair_s)
+    async def _reserved_now(self) -> list[Load | None]:
+        return await asyncio.gather(*(rank.agent.reserved() for rank in self.ranks))
 
     async def _discovered(self) -> EngineFacts:
         """By a connection of its own: if several engines are behind one address, all is of one."""
         async with aiohttp.ClientSession(headers=self._session.headers) as session:
-            return await discover(session, self._engine.url, self._overrides)
+            return await discover(session, self._engine.url, self._settings)
 
     async def _answers_still(self, facts: EngineFacts) -> bool:
         """Whether the process that `facts` are of answers still, beside another at its address."""
@@ -366,18 +306,22 @@ class EngineFollower:
                     log.info("the engine has changed: it registers anew")
                     return
 
-    @property
-    def _keeps_kv(self) -> bool:
-        """Whether it counts leases on KV that others fetch."""
-        settings, loads = self._settings, self.loads.values()
+    def _keeps_kv(self, loads: Iterable[EngineLoad]) -> bool:
+        """Whether the engine counts leases on KV that others fetch."""
+        settings = self._settings
         is_source = settings.kv_transfer == "nixl" and settings.role != Role.DECODE
-        return is_source and any(load.leases_ended is not None for load in loads)
+        return is_source and any(load.kv_leases_ended is not None for load in loads)
 
     async def _find_lease(self, model: str) -> None:
         self._lease_s = lease_s = 0.0
-        if self._keeps_kv:
+        if self._keeps_kv(rank.load for rank in self.ranks):
             engine = EngineHttp(self._session, self._engine.url, ANSWER_S)
-            async for lease_s in lease_of(engine, model, lambda: (self.loads, self.read_s)):
+
+            def ended() -> tuple[float, float]:
+                counts = (rank.load.kv_leases_ended or 0.0 for rank in self.ranks)
+                return sum(counts), self.ranks[0].read_s
+
+            async for lease_s in lease_of(engine, model, ended):
                 for rank in self.ranks:
                     rank.agent.info = replace(rank.agent.info, kv_lease_s=lease_s)
         self._lease_s = lease_s
@@ -392,12 +336,14 @@ class EngineFollower:
             has_some = any(rank.agent.info.adapters for rank in self.ranks)
             await asyncio.sleep(POLL_S if has_some else LOOK_AGAIN_S)
             with suppress(EngineUnavailable, EngineUnfit):
-                models = await models_of(self._engine, self._overrides)
+                models = await models_of(self._engine, self._settings)
                 for rank in self.ranks:
                     rank.agent.info = replace(rank.agent.info, adapters=models.adapters)
                     rank.load_adapters(dict(models.folders))
 
-    async def _new_ranks(self, facts: EngineFacts, block_size: int) -> list[Rank]:
+    async def _new_ranks(
+        self, facts: EngineFacts, block_size: int, reading: EngineReading
+    ) -> list[Rank]:
         settings = self._settings
         agent_settings = AgentSettings(
             settings.lease_ttl_s,
@@ -409,29 +355,28 @@ class EngineFollower:
         with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
         hosts = await self._registrations.hosts()
-        ranks = []
+        now, ranks = asyncio.get_running_loop().time(), list[Rank]()
+        waits = bool(settings.kv_transfer)
         for source in facts.sources:
-            self.speeds.setdefault(source.rank, EngineSpeed(facts.capacity_tokens, self._profile))
+            speed = self.speeds.setdefault(
+                source.rank, EngineSpeed(facts.capacity_tokens, self._profile)
+            )
             fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
             info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
             info = replace(info, engine_id=await self._registrations.engine_id(facts, source.rank))
-            if self._keeps_kv:
+            if self._keeps_kv(reading.loads.values()):
                 info = replace(info, kv_lease_s=LEAST_S)
-            ranks.append(
-                Rank(
-                    self._context,
-                    source,
-                    facts,
-                    info,
-                    agent_settings,
-                    self._runner,
-                    self._keyspace,
-                    lambda rank=source.rank: self._measure(rank),  # type: ignore[misc]
-                    self._memory
-                    / f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks",
-                )
+            file = f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks"
+            rank = Rank(
+                *(self._context, source, facts, info, agent_settings),
+                *(self._runner, self._keyspace, speed),
+                EngineHealth(now, stall_s=settings.stall_s, waits_for_others=waits),
+                self._memory / file,
+                reading.loads.get(source.rank, IDLE),
+                reading.asked_s,
             )
-            ranks[-1].agent.findings = self._all_findings
+            rank.agent.findings = self._all_findings
+            ranks.append(rank)
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:
@@ -445,20 +390,6 @@ class EngineFollower:
         return await until_it_works(
             partial(self._runner.one, call), RedisUnavailable, f"{self._settings.namespace}: read"
         )
-
-    def _measure(self, rank: int) -> tuple[ForwardPassMetrics, Speed]:
-        served = next(r for r in self.ranks if r.info.key.dp_rank == rank)
-        now = asyncio.get_running_loop().time()
-        metrics = measured(
-            self.loads.get(rank, IDLE),
-            self.speeds[rank],
-            self._reserved.get(rank, [None]),
-            max_requests=self._settings.max_requests,
-            total_blocks=served.info.kv_total_blocks,
-            late_s=self._healths[rank].verdict(now).late_s,
-            read_s_ago=now - self.read_s,
-        )
-        return metrics, self.speeds[rank].speed()
 
 
 def _begun(

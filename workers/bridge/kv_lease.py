@@ -4,13 +4,12 @@ that nobody fetches."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 from app.core.errors import EngineUnavailable, EngineUnfit
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import EngineLoad
 
 LEAST_S, MOST_S = 1.0, 3600.0
 """What counts before more is known, and of longer ones."""
@@ -23,8 +22,8 @@ TRIES = 2
 """The longest counts: a lease of somebody else may end in one."""
 LOOK_S, AGAIN_S = 0.25, 10.0
 
-Reading = Callable[[], tuple[Mapping[int, EngineLoad], float]]
-"""The engine's load by rank, and when that was asked for, by the event loop's clock."""
+Reading = Callable[[], tuple[float, float]]
+"""Returns how many leases have ended, and when that was asked for, by the event loop's clock."""
 
 
 async def lease_of(engine: EngineHttp, model: str, reading: Reading) -> AsyncIterator[float]:
@@ -36,9 +35,10 @@ async def lease_of(engine: EngineHttp, model: str, reading: Reading) -> AsyncIte
     known_s = LEAST_S
     for _ in range(TRIES):
         await _prompt(engine, model)
-        began_s, ended, lasted_s = asyncio.get_running_loop().time(), _ended(reading), 0.0
-        while _ended(reading) == ended and lasted_s < MOST_S:
-            lasted_s = reading()[1] - began_s
+        began_s, lasted_s = asyncio.get_running_loop().time(), 0.0
+        ended, _ = reading()
+        while (now := reading())[0] == ended and lasted_s < MOST_S:
+            lasted_s = now[1] - began_s
             if lasted_s >= 2 * known_s:
                 known_s = lasted_s
                 yield known_s
@@ -65,10 +65,6 @@ async def _prompt(engine: EngineHttp, model: str) -> None:
             if (answer or {}).get("kv_transfer_params"):
                 return
         await asyncio.sleep(AGAIN_S)
-
-
-def _ended(reading: Reading) -> float:
-    return sum(load.leases_ended or 0.0 for load in reading()[0].values())
 
 
 async def _asked(engine: EngineHttp) -> float | None:

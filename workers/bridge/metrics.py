@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -22,163 +23,127 @@ STATE = Family(
     ("worker", "state"),
 )
 ENGINE = Family("kvroute_agent_engine", "info", "The engine, as detected.", ("worker",))
-HELD = Family(
-    "kvroute_agent_blocks",
-    "gauge",
-    "Blocks of the index that a rank's device holds.",
-    ("worker", "rank"),
-)
-UNKNOWN = Family(
-    "kvroute_agent_unknown_cache_share",
-    "gauge",
-    "At most this share of a rank's cache holds blocks that the agent does not know of, as it came "
-    "after them; 0-1.",
-    ("worker", "rank"),
-)
-LEFT_OUT = Family(
-    "kvroute_agent_blocks_left_out",
-    "counter",
-    "Blocks ignored because their parent block is unknown.",
-    ("worker", "rank"),
-)
-MEDIA = Family(
-    "kvroute_agent_unknown_media",
-    "counter",
-    "Events with an unknown storage medium.",
-    ("worker", "rank"),
-)
-LOSSES = Family(
-    "kvroute_agent_losses",
+
+
+def _family(name: str, kind: str, about: str, *labels: str) -> Family:
+    return Family(f"kvroute_agent_{name}", kind, about, ("worker", "rank", *labels))
+
+
+OF_RANK: Mapping[Family, Callable[[Rank], Any]] = {
+    _family("blocks", "gauge", "Blocks of the index that a rank's device holds."): lambda rank: (
+        rank.blocks.num_held
+    ),
+    _family(
+        "unknown_cache_share",
+        "gauge",
+        "At most this share of a rank's cache holds blocks that the agent does not know of, as it "
+        "came after them; 0-1.",
+    ): lambda rank: rank.unknown_share,
+    _family(
+        "blocks_left_out", "counter", "Blocks ignored because their parent block is unknown."
+    ): lambda rank: rank.blocks.num_left_out,
+    _family("unknown_media", "counter", "Events with an unknown storage medium."): lambda rank: (
+        rank.blocks.num_unknown_media
+    ),
+    _family(
+        "events_silent",
+        "gauge",
+        "1 if a rank publishes, and nothing is heard of it from where the agent listens.",
+    ): lambda rank: rank.stream is not None and rank.rung.trust is Trust.APPROXIMATE,
+    _family(
+        "engine_late_seconds",
+        "gauge",
+        "For so long a rank keeps others waiting, for a sign of life or a token, beyond what is "
+        "usual.",
+    ): lambda rank: rank.late_s,
+    _family(
+        "speed_learned_tokens",
+        "gauge",
+        "Tokens of the longest prompts, as means between two readings, that the speed of prefills "
+        "was learned from. Of longer ones it is extrapolated. 0: none were seen, or the engine "
+        "counts the time of its steps.",
+    ): lambda rank: rank.speed.longest_prefill,
+}
+LOSSES = _family(
+    "losses",
     "counter",
     "How often all that was known of a rank's cache became void: streams (batches were lost, or "
     "the engine was started again), broken_events, missing_parents, leaks (more blocks than it has "
     "room for).",
-    ("worker", "rank", "reason"),
+    "reason",
 )
-LAG = Family(
-    "kvroute_agent_event_lag_seconds",
-    "gauge",
-    "Delay of the last batch of events, by the clocks of engine and agent.",
-    ("worker", "rank"),
-)
-TRUST = Family(
-    "kvroute_agent_trust",
+TRUST = _family(
+    "trust",
     "gauge",
     "1 for how far what is known of a rank's cache can be relied on: exact, bound, approximate or "
     "load_only.",
-    ("worker", "rank", "trust"),
+    "trust",
 )
-SILENT = Family(
-    "kvroute_agent_events_silent",
+LAG = _family(
+    "event_lag_seconds",
     "gauge",
-    "1 if a rank publishes, and nothing is heard of it from where the agent listens.",
-    ("worker", "rank"),
+    "Delay of the last batch of events, by the clocks of engine and agent.",
 )
-ENGINE_LATE = Family(
-    "kvroute_agent_engine_late_seconds",
-    "gauge",
-    "For so long a rank keeps others waiting, for a sign of life or a token, beyond what is usual.",
-    ("worker", "rank"),
-)
-BATCHES = Family(
-    "kvroute_agent_batches",
+BATCHES = _family(
+    "batches",
     "counter",
     "Batches of events: all, and of them replayed, after gaps, duplicates, of_other_ranks, "
     "unreadable; heard is of messages that came unasked, unknown_events of events.",
-    ("worker", "rank", "what"),
+    "what",
 )
-SPEED = Family(
-    "kvroute_agent_speed",
-    "gauge",
-    "Speed constants assumed for a rank.",
-    ("worker", "rank", "constant"),
-)
-SPEED_SOURCE = Family(
-    "kvroute_agent_speed_source",
+SPEED = _family("speed", "gauge", "Speed constants assumed for a rank.", "constant")
+SPEED_SOURCE = _family(
+    "speed_source",
     "gauge",
     "1 for where each constant comes from: learned, profile or default.",
-    ("worker", "rank", "constant", "source"),
+    "constant",
+    "source",
 )
-SPEED_ERROR = Family(
-    "kvroute_agent_speed_error",
+SPEED_ERROR = _family(
+    "speed_error",
     "gauge",
     "Recent relative error of predictions made with a constant.",
-    ("worker", "rank", "constant"),
-)
-SPEED_LENGTH = Family(
-    "kvroute_agent_speed_learned_tokens",
-    "gauge",
-    "Tokens of the longest prompts, as means between two readings, that the speed of prefills was "
-    "learned from. Of longer ones it is extrapolated. 0: none were seen, or the engine counts the "
-    "time of its steps.",
-    ("worker", "rank"),
+    "constant",
 )
 FAMILIES = (
-    *(
-        STATE,
-        ENGINE,
-        HELD,
-        UNKNOWN,
-        LEFT_OUT,
-        MEDIA,
-        LOSSES,
-        LAG,
-        TRUST,
-        SILENT,
-        ENGINE_LATE,
-        BATCHES,
-    ),
-    *(SPEED, SPEED_SOURCE, SPEED_ERROR, SPEED_LENGTH),
+    *(STATE, ENGINE, *OF_RANK, LOSSES, TRUST, LAG, BATCHES),
+    *(SPEED, SPEED_SOURCE, SPEED_ERROR),
 )
 
 
 def _samples(followers: Callable[[], Iterable[EngineFollower]]) -> Iterator[Sampled]:
     for follower in followers():
-        yield from _of_engine(follower, follower.worker_id)
-
-
-def _of_engine(follower: EngineFollower, worker: str) -> Iterator[Sampled]:
-    for state in STATES:
-        yield STATE, (worker, state), follower.state == state
-    facts = follower.facts
-    if facts is not None:
-        sizes = {"block_size": facts.block_size, "capacity_tokens": facts.capacity_tokens}
-        about = {"kind": facts.kind, "version": facts.version, "models": ",".join(facts.models)}
-        yield ENGINE, (worker,), about | {name: str(size) for name, size in sizes.items()}
-    for rank in follower.ranks:
-        yield from _of_rank(rank, (worker, str(rank.info.key.dp_rank)))
-    for number, late_s in follower.lateness().items():
-        yield ENGINE_LATE, (worker, str(number)), late_s
-    for number, speed in follower.speeds.items():
-        yield SPEED_LENGTH, (worker, str(number)), speed.longest_prefill
-        for constant in speed.constants():
-            name = worker, str(number), constant.name
-            yield SPEED, name, constant.value
-            yield SPEED_SOURCE, (*name, constant.source), 1
-            if constant.error is not None:
-                yield SPEED_ERROR, name, constant.error
+        worker, facts = follower.worker_id, follower.facts
+        for state in STATES:
+            yield STATE, (worker, state), follower.state == state
+        if facts is not None:
+            sizes = {"block_size": facts.block_size, "capacity_tokens": facts.capacity_tokens}
+            about = {"kind": facts.kind, "version": facts.version, "models": ",".join(facts.models)}
+            yield ENGINE, (worker,), about | {name: str(size) for name, size in sizes.items()}
+        for rank in follower.ranks:
+            yield from _of_rank(rank, (worker, str(rank.info.key.dp_rank)))
 
 
 def _of_rank(rank: Rank, name: tuple[str, str]) -> Iterator[Sampled]:
-    yield HELD, name, rank.blocks.num_held
-    yield UNKNOWN, name, rank.unknown_share
-    yield LEFT_OUT, name, rank.blocks.num_left_out
-    yield MEDIA, name, rank.blocks.num_unknown_media
+    for family, read in OF_RANK.items():
+        yield family, name, read(rank)
     for reason, number in asdict(rank.losses).items():
         yield LOSSES, (*name, reason), number
-    trust = rank.rung.trust
-    yield TRUST, (*name, trust), 1
-    yield SILENT, name, rank.stream is not None and trust is Trust.APPROXIMATE
-    if rank.stream is None:
-        return
-    counters = asdict(rank.stream.counters)
-    yield LAG, name, counters.pop("lag_s")
-    for what, number in counters.items():
-        yield BATCHES, (*name, what), number
+    yield TRUST, (*name, rank.rung.trust), 1
+    for constant in rank.speed.constants():
+        yield SPEED, (*name, constant.name), constant.value
+        yield SPEED_SOURCE, (*name, constant.name, constant.source), 1
+        if constant.error is not None:
+            yield SPEED_ERROR, (*name, constant.name), constant.error
+    if rank.stream is not None:
+        counters = asdict(rank.stream.counters)
+        yield LAG, name, counters.pop("lag_s")
+        for what, number in counters.items():
+            yield BATCHES, (*name, what), number
 
 
 def registry_of(followers: Callable[[], Iterable[EngineFollower]]) -> CollectorRegistry:
-    """followers: those that there are now."""
+    """followers: returns those that there are now."""
     registry = CollectorRegistry()
     registry.register(FAILURES)
     registry.register(ScrapeCollector(FAMILIES, partial(_samples, followers)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import zmq.asyncio
@@ -17,7 +17,7 @@ from app.core.events import CacheEvent, Cleared
 from app.core.keys import Keyspace
 from app.core.loads import Load
 from app.core.trust import TOP, Rung, Trust
-from app.core.worker_report import ForwardPassMetrics, Speed, WorkerInfo
+from app.core.worker_report import METRICS, ForwardPassMetrics, Speed, WorkerInfo
 from app.state.scripts import ScriptRunner
 from workers.agent.agent import Agent, AgentSettings
 from workers.bridge.events import saved
@@ -26,7 +26,7 @@ from workers.bridge.events.events import AllBlocksCleared
 from workers.bridge.events.saved import SavedIndex
 from workers.bridge.events.stream import EventStream, Fresh, Resumption
 from workers.bridge.events.vllm import Batch
-from workers.bridge.health import Silence
+from workers.bridge.health import EngineHealth, Life, Silence
 from workers.bridge.http.facts import EngineFacts, EngineLoad, EventSource
 from workers.bridge.speed import EngineSpeed
 
@@ -40,6 +40,9 @@ have."""
 CATCH_UP_S = 2.0
 """So long a worker waits to be registered, at most, until its agent has read what was published."""
 BATCHES_AT_ONCE = 16
+IDLE = EngineLoad()
+PUBLISHED = [item for item in METRICS if item.name in {f.name for f in fields(EngineLoad)}]
+"""Figures of an engine's load that are published as the engine tells them."""
 SAVE_S = 30.0
 SAVE_SHARE = 0.01
 """Taking the snapshot holds up events, so it takes at most this share of the time."""
@@ -70,10 +73,17 @@ class Rank:
         settings: AgentSettings,
         runner: ScriptRunner,
         keyspace: Keyspace,
-        measure: Callable[[], tuple[ForwardPassMetrics, Speed]],
+        speed: EngineSpeed,
+        health: EngineHealth,
         path: Path | None,
+        load: EngineLoad = IDLE,
+        read_s: float = 0.0,
     ) -> None:
         self.info = info
+        self.speed, self.health = speed, health
+        self.load, self.read_s = load, read_s
+        self.reserved: list[Load | None] = [None]
+        """Capacity that routers had reserved before `load` was asked for, and after."""
         self.losses = Losses()
         self.joined_late = False
         self.is_shared = False
@@ -100,12 +110,16 @@ class Rank:
         self.stream = EventStream(context, source, after) if source.endpoint else None
         """None: the engine publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
-        self.agent = Agent(runner, keyspace, info, settings, measure, judge=lambda: self.rung)
+        self.agent = Agent(
+            *(runner, keyspace, info, settings),
+            measure=self._measure,
+            judge=lambda: self.rung,
+        )
 
     @property
-    def num_heard(self) -> int:
-        """Messages of its events that came without being asked for."""
-        return self.stream.counters.heard if self.stream else 0
+    def late_s(self) -> float:
+        """Seconds for which the engine keeps others waiting now, beyond what is usual."""
+        return self.health.verdict(asyncio.get_running_loop().time()).late_s
 
     @property
     def unknown_share(self) -> float:
@@ -153,10 +167,51 @@ class Rank:
                     following.cancel()
                     await asyncio.wait([following])
 
-    def compare(self, load: EngineLoad, now: float) -> None:
-        """See whether events arrive while the engine computes. now: monotonic seconds."""
+    def note(self, load: EngineLoad, read_s: float) -> None:
+        """Learn from a reading. read_s: when it was asked for, by the event loop's clock."""
+        now = asyncio.get_running_loop().time()
+        self.load, self.read_s = load, read_s
+        self.speed.observe(load, now)
         if self.stream is not None:
             self.silence.observe(load, self.stream.counters.batches, now)
+        speed, tokens = self.speed.speed(), self.info.most_tokens
+        per_pair_s = speed.prefill_s_per_token2 * tokens / 2
+        self.health.read(load, now, tokens * (speed.prefill_s_per_token + per_pair_s))
+
+    def judge(self) -> Life:
+        """Whether the engine is well, by all that is known of it; its agent is told."""
+        now = asyncio.get_running_loop().time()
+        self.health.heard(self.stream.counters.heard if self.stream else 0, now)
+        verdict = self.health.verdict(now)
+        if verdict.why != self.agent.ill:
+            told = f"the engine {verdict.why}" if verdict.why else "the engine is well again"
+            level = logging.WARNING if verdict.why else logging.INFO
+            log.log(level, "%s: %s", self.info.key, told)
+        self.agent.ill = verdict.why
+        return verdict.life
+
+    def _measure(self) -> tuple[ForwardPassMetrics, Speed]:
+        info, load = self.info, self.load
+        published = {
+            item.name: item.kind(value)
+            for item in PUBLISHED
+            if (value := getattr(load, item.name)) is not None
+        }
+        metrics = ForwardPassMetrics(
+            request_active_slots=load.running,
+            request_total_slots=info.max_requests,
+            kv_active_blocks=round(load.kv_usage * info.kv_total_blocks),
+            kv_total_blocks=info.kv_total_blocks,
+            num_requests_waiting=load.waiting,
+            gpu_cache_usage_perc=load.kv_usage,
+            gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
+            late_s=self.late_s,
+            read_s_ago=asyncio.get_running_loop().time() - self.read_s,
+            mean_prefill_tokens=self.speed.mean_prefill_tokens,
+            engine_steps=int(load.steps or 0) if load.kv_leases_ended is not None else None,
+            **published,
+        )
+        return metrics.beside(*self.reserved), self.speed.speed()
 
     async def leave(self, *, keeps_engine: bool) -> None:
         """Once `run` is cancelled: nobody is routed here any more, unless the engine is to be kept
@@ -288,40 +343,3 @@ class Rank:
             await asyncio.to_thread(saved.save, self._path, self._form, known)
         except OSError as error:
             log.warning("%s: what is known cannot be kept: %s", self.info.key, error)
-
-
-def measured(
-    load: EngineLoad,
-    speed: EngineSpeed,
-    reserved: list[Load | None],
-    *,
-    max_requests: int,
-    total_blocks: int,
-    late_s: float,
-    read_s_ago: float,
-) -> ForwardPassMetrics:
-    """reserved: by routers, before that load was read, and after. total_blocks: that it registers.
-    late_s: as in ForwardPassMetrics."""
-    metrics = ForwardPassMetrics(
-        request_active_slots=load.running,
-        request_total_slots=max_requests,
-        kv_active_blocks=round(load.kv_usage * total_blocks),
-        kv_total_blocks=total_blocks,
-        num_requests_waiting=load.waiting,
-        gpu_cache_usage_perc=load.kv_usage,
-        gpu_prefix_cache_hit_rate=load.hit_rate or 0.0,
-        kv_idle_before_evict_s=load.idle_before_evict_s or 0.0,
-        late_s=late_s,
-        read_s_ago=read_s_ago,
-        mean_prefill_tokens=speed.mean_prefill_tokens,
-        kv_leases_ended=_count(load.leases_ended),
-        kv_fetched_late=_count(load.fetched_late),
-        kv_transfers=_count(load.transfers),
-        kv_transfers_failed=_count(load.failed_transfers),
-        engine_steps=None if load.leases_ended is None else _count(load.steps),
-    )
-    return metrics.beside(*reserved)
-
-
-def _count(value: float | None) -> int | None:
-    return None if value is None else int(value)

@@ -165,7 +165,7 @@ class EngineSpeed:
         self._was_busy = _Growth("busy_tokens", "prefill_busy_s")
         self._decoded = _Growth("inter_tokens", "inter_token_s", "steps")
         self._prompted = _Growth("prompt_tokens", "cached_tokens")
-        self._transferred = _Growth("transfers", "transfer_s", "transferred_tokens")
+        self._transferred = _Growth("kv_transfers", "transfer_s", "transferred_tokens")
         self._finished = _Growth("finished_requests", "generated_tokens")
 
     def observe(self, load: EngineLoad, now: float) -> None:

@@ -12,7 +12,7 @@ from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
 from app.core.types import WORKER_ID
-from workers.bridge.http.facts import NONE, NotExact, Overrides, reachable
+from workers.bridge.http.facts import NONE, NotExact, reachable
 
 log = logging.getLogger(__name__)
 
@@ -170,16 +170,3 @@ def check(settings: EngineAgentSettings) -> None:
                 reachable(endpoint, "localhost")
         except NotExact as error:
             raise ConfigError(f"{flag}: {error}") from None
-
-
-def overrides_of(settings: EngineAgentSettings) -> Overrides:
-    kind = settings.engine_kind
-    return Overrides(
-        engine_kind=None if kind == "auto" else kind,  # type: ignore[arg-type]
-        events_endpoint=settings.events_endpoint or None,
-        replay_endpoint=settings.replay_endpoint or None,
-        engine_block_size=settings.engine_block_size,
-        capacity_tokens=settings.capacity_tokens,
-        data_parallel_size=settings.data_parallel_size,
-        model=tuple(filter(None, settings.model.split(","))),
-    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.core.keys import Keyspace
 from app.core.types import TierOverlap, WorkerKey
-from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, WorkerInfo
+from app.core.worker_report import WorkerInfo
 from app.http.server import run
 from app.state.connect import connect
 from app.state.overlap import match
@@ -25,8 +25,10 @@ from tests.workers.bridge.holder import SIZE, chain_of
 from workers.agent.agent import AgentSettings
 from workers.bridge.events import stream
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from workers.bridge.health import EngineHealth
 from workers.bridge.http.facts import EngineFacts
 from workers.bridge.rank import Rank
+from workers.bridge.speed import EngineSpeed
 
 KEYS = Keyspace("faults")
 TOKENS = list(range(100, 100 + 8 * SIZE))
@@ -147,7 +149,8 @@ async def run_steps(url, buffer, steps):
             AgentSettings(lease_ttl_s=30.0, index_blocks=128),
             runner,
             KEYS,
-            lambda: (ForwardPassMetrics(), DEFAULT_SPEED),
+            EngineSpeed(128),
+            EngineHealth(0.0, stall_s=0.0),
             None,
         )
         running = asyncio.create_task(rank.run())

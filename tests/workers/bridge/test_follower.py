@@ -30,7 +30,6 @@ from workers.agent.agent import Agent, AgentSettings
 from workers.bridge import follower as following
 from workers.bridge import health
 from workers.bridge.follower import EngineFollower
-from workers.bridge.http.facts import NO_OVERRIDES
 
 KEYS = Keyspace("follower")
 LONG_S = 60.0
@@ -113,7 +112,7 @@ async def following_at(redis, folder, engine_url, worker_id="e", **changes):
     settings = EngineAgentSettings(engine_url=engine_url, worker_id=worker_id, **lease | changes)
     async with aiohttp.ClientSession() as http:
         runner, context = ScriptRunner(redis, 5.0), zmq.asyncio.Context.instance()
-        follower = EngineFollower(settings, KEYS, runner, http, context, NO_OVERRIDES, folder)
+        follower = EngineFollower(settings, KEYS, runner, http, context, folder)
         running = asyncio.ensure_future(follower.run())
         try:
             yield follower

@@ -316,12 +316,12 @@ def test_an_engine_that_counts_nothing_keeps_what_is_assumed():
 def test_transfers_teach_how_long_others_will_take():
     """30 ms and 20 us a token."""
     engine = Vllm()
-    engine.load = replace(engine.load, transfers=0, transfer_s=0, transferred_tokens=0)
+    engine.load = replace(engine.load, kv_transfers=0, transfer_s=0, transferred_tokens=0)
     engine.read()
     rng = random.Random(3)
     for _ in range(40):
         tokens = rng.choice([200, 1000, 4000])
-        engine.count(transfers=1, transfer_s=0.03 + 2e-5 * tokens, transferred_tokens=tokens)
+        engine.count(kv_transfers=1, transfer_s=0.03 + 2e-5 * tokens, transferred_tokens=tokens)
         engine.read()
     speed = engine.learner.speed()
     assert speed.transfer_s == pytest.approx(0.03, rel=0.1)

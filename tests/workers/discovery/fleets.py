@@ -23,7 +23,6 @@ from workers.discovery.engine import (
     DiscoveredEngine,
     Engines,
     Members,
-    overrides_of,
     settings_of,
 )
 from workers.discovery.fleet import EngineFleet
@@ -77,8 +76,7 @@ async def running(redis, folder, source, *, lease_s=LONG_S, gone_s=0.0):
         runner = ScriptRunner(redis, 5.0)
 
         def begin(of_engine):
-            overrides = overrides_of(of_engine)
-            return EngineFollower(of_engine, KEYS, runner, http, context, overrides, folder)
+            return EngineFollower(of_engine, KEYS, runner, http, context, folder)
 
         claims = EngineClaims(runner, KEYS, "test", lease_s)
         fleet = EngineFleet(source, claims, begin, gone_s)

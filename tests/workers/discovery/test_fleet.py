@@ -74,7 +74,7 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis, tmp_path):
         follower = fleet.followers["1"]
 
         async def running_now():
-            return sum(load.running for load in follower.loads.values())
+            return sum(rank.load.running for rank in follower.ranks)
 
         await eventually(running_now)
         source.tell({"1": replace(engine("a", a.url), leaving=True)})

@@ -12,8 +12,8 @@ import orjson
 from app.core.errors import EngineUnavailable, EngineUnfit, cut, shown
 from app.core.hashing import PROBE, hash_of_probe
 from app.core.limits import MAX_ANSWER_BYTES
+from app.core.settings.agent import EngineAgentSettings
 from workers.bridge.health import PROBE_S, Probe
-from workers.bridge.http.facts import Overrides
 
 DEADLINE_S = 5.0
 _NOT_FOUND = (404, 405)
@@ -136,16 +136,18 @@ class EngineModels:
     owner: str = ""
 
 
-async def models_of(engine: EngineHttp, overrides: Overrides) -> EngineModels:
+async def models_of(engine: EngineHttp, given: EngineAgentSettings) -> EngineModels:
     """What /v1/models lists; adapters come and go while the engine runs.
 
-    Raises EngineUnavailable, and EngineUnfit if there is no model and `overrides` names none.
+    Raises EngineUnavailable, and EngineUnfit if there is no model and `given` names none.
     """
     answer = await engine.get_object("/v1/models") or {}
     listed = answer.get("data")
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     own = [card for card in cards if not card.get("parent")]
-    names = overrides.model or tuple(str(card["id"]) for card in own if card.get("id"))
+    names = tuple(filter(None, given.model.split(","))) or tuple(
+        str(card["id"]) for card in own if card.get("id")
+    )
     if not names:
         raise EngineUnfit("the engine lists no model at /v1/models: give the agent --model NAME")
     adapters = [card for card in cards if card.get("parent") and card.get("id")]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import TOP, Rung, Trust
 
 EngineKind = Literal["vllm", "sglang", "openai"]
@@ -97,86 +98,95 @@ def silent(ranks: Iterable[int]) -> tuple[EventSource, ...]:
     return tuple(EventSource(rank, "", None) for rank in ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """What is taken as given instead of what the engine says: each is a flag of the agent with the
-    same name. None: the engine must say it.
-
-    events_endpoint, replay_endpoint: of the engine's first rank; each further one has the next
-    port. engine_block_size, capacity_tokens: as block_size and capacity_tokens of EngineFacts.
-    model: an id that requests may name, in place of all those that the engine lists.
-    """
-
-    engine_kind: EngineKind | None = None
-    events_endpoint: str | None = None
-    replay_endpoint: str | None = None
-    engine_block_size: int | None = None
-    capacity_tokens: int | None = None
-    data_parallel_size: int | None = None
-    model: tuple[str, ...] = ()
+IDLE_TIMES = "vllm:kv_block_idle_before_evict_seconds"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+TRANSFERRED, COMPUTED = f"{BY_SOURCE} external_kv_transfer", f"{BY_SOURCE} local_compute"
+"""Two lines of a metric, by where the KV of prompt tokens came from."""
 
 
-NO_OVERRIDES = Overrides()
+def read_from(*vllm: str, sglang: tuple[str, ...] = (), default: float | None = None) -> Any:
+    """A figure of EngineLoad, and the metrics that may have it, the newest name first."""
+    return field(default=default, metadata={"vllm": vllm, "sglang": sglang, "openai": ()})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What one rank of an engine says of its load, and counters that its speed is learned from.
+    """The load of one rank of an engine, and counters that its speed is learned from.
 
-    kv_usage: share of its KV blocks in use, 0-1. hit_rate: share of recent prompt tokens whose KV
-    was reused. idle_before_evict_s: how long recently evicted blocks had gone unused. Each counter
-    only grows while the engine runs; None: the engine has none.
+    Counters only grow while the engine runs; None: the engine has none. A figure that is named as a
+    field of ForwardPassMetrics is published as that.
     """
 
-    running: int
-    waiting: int
-    kv_usage: float
+    running: int = read_from(
+        "vllm:num_requests_running", sglang=("sglang:num_running_reqs",), default=0
+    )
+    waiting: int = read_from(
+        "vllm:num_requests_waiting", sglang=("sglang:num_queue_reqs",), default=0
+    )
+    kv_usage: float = read_from(
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+        sglang=("sglang:full_token_usage", "sglang:token_usage"),
+        default=0.0,
+    )
+    """Share of KV blocks in use, 0-1."""
     sleeps: bool = False
-    hit_rate: float | None = None
-    idle_before_evict_s: float | None = None
-    prompt_tokens: float | None = None
-    cached_tokens: float | None = None
-    """Of the prompt tokens, those whose KV was reused."""
-    first_tokens: float | None = None
+    hit_rate: float | None = read_from(sglang=("sglang:cache_hit_rate",))
+    """Share of recent prompt tokens whose KV was reused, 0-1."""
+    kv_idle_before_evict_s: float | None = None
+    """Seconds that recently evicted blocks had gone unused."""
+    idle_s: float | None = read_from(f"{IDLE_TIMES}_sum")
+    idle_blocks: float | None = read_from(f"{IDLE_TIMES}_count")
+    prompt_tokens: float | None = read_from("vllm:prompt_tokens_total")
+    cached_tokens: float | None = read_from(
+        "vllm:prompt_tokens_cached_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:gpu_prefix_cache_hits_total",
+    )
+    """Prompt tokens whose KV was reused."""
+    first_tokens: float | None = read_from("vllm:time_to_first_token_seconds_count")
     """Prompts that are computed, as far as `prompt_tokens` covers them."""
-    generated_tokens: float | None = None
-    finished_requests: float | None = None
-    prefills: float | None = None
-    """Prompts that `prefill_s`, `prefill_prompt_tokens` and `prefill_computed_tokens` cover."""
-    prefill_s: float | None = None
-    """Seconds that prompts took from their first step to their first token, added up."""
-    prefill_prompt_tokens: float | None = None
-    prefill_computed_tokens: float | None = None
+    generated_tokens: float | None = read_from("vllm:generation_tokens_total")
+    finished_requests: float | None = read_from("vllm:request_success_total")
+    # The next four are counted when a request ends.
+    prefills: float | None = read_from("vllm:request_prefill_time_seconds_count")
+    """Prompts that the three sums below cover."""
+    prefill_s: float | None = read_from("vllm:request_prefill_time_seconds_sum")
+    """Seconds from the first step of a prompt to its first token, added up."""
+    prefill_prompt_tokens: float | None = read_from("vllm:request_prompt_tokens_sum")
+    prefill_computed_tokens: float | None = read_from("vllm:request_prefill_kv_computed_tokens_sum")
     prefill_busy_s: float | None = None
-    """Seconds in which prompts were computed, each counted once."""
+    """Seconds in which prompts were computed, each second counted once."""
     busy_tokens: float | None = None
     """Prompt tokens that were computed in `prefill_busy_s`."""
-    inter_tokens: float | None = None
+    inter_tokens: float | None = read_from(
+        "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count"
+    )
     """Gaps between two tokens of a request that `inter_token_s` covers."""
-    inter_token_s: float | None = None
-    steps: float | None = None
+    inter_token_s: float | None = read_from(
+        "vllm:inter_token_latency_seconds_sum", "vllm:time_per_output_token_seconds_sum"
+    )
+    steps: float | None = read_from("vllm:iteration_tokens_total_count")
     """Steps in which `inter_tokens` were generated."""
-    leases_ended: float | None = None
-    """On KV that others had not fetched all of."""
-    fetched_late: float | None = None
-    """Fetches that it heard of after that."""
-    failed_transfers: float | None = None
-    transfers: float | None = None
-    """Of KV from other engines."""
-    transfer_s: float | None = None
-    """Seconds that they took, added up."""
-    transferred_tokens: float | None = None
-    """Prompt tokens whose KV they brought."""
+    kv_leases_ended: float | None = read_from("vllm:nixl_num_kv_expired_reqs_total")
+    kv_fetched_late: float | None = read_from("vllm:nixl_num_notifications_after_expiry_total")
+    kv_transfers_failed: float | None = read_from("vllm:nixl_num_failed_transfers_total")
+    kv_transfers: float | None = read_from("vllm:nixl_xfer_time_seconds_count")
+    transfer_s: float | None = read_from("vllm:nixl_xfer_time_seconds_sum")
+    """Seconds that `kv_transfers` took, added up."""
+    transferred_tokens: float | None = read_from(TRANSFERRED)
+    """Prompt tokens whose KV `kv_transfers` brought."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What an engine says of itself at one time. loads: by rank; empty if it says nothing.
+    """The load of each rank at one time; none if the engine tells nothing.
 
-    started_s: as in EngineFacts.
+    asked_s: when the engine was asked, by the event loop's clock. started_s: as in EngineFacts.
     """
 
     loads: dict[int, EngineLoad]
+    asked_s: float
     started_s: float | None = None
 
 
@@ -208,10 +218,11 @@ def binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
-def overridden(ranks: Iterable[int], host: str, overrides: Overrides) -> tuple[EventSource, ...]:
-    """The sources of these ranks at `overrides.events_endpoint`. Raises NotExact if it is NONE."""
-    events, replay = overrides.events_endpoint, overrides.replay_endpoint
-    assert events is not None
+def overridden(
+    ranks: Iterable[int], host: str, given: EngineAgentSettings
+) -> tuple[EventSource, ...]:
+    """The sources of these ranks at `given.events_endpoint`. Raises NotExact if that is NONE."""
+    events, replay = given.events_endpoint, given.replay_endpoint
     if events == NONE:
         raise NotExact("its agent listens to no KV events: take away --events-endpoint none")
     return tuple(

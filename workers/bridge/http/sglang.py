@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import TOP, Trust
 from workers.bridge.http.engine import EngineHttp, models_of, whole
 from workers.bridge.http.facts import (
@@ -18,7 +19,6 @@ from workers.bridge.http.facts import (
     EngineFacts,
     EventSource,
     NotExact,
-    Overrides,
     binds,
     overridden,
     reachable,
@@ -42,19 +42,19 @@ KV_SETTINGS = (
 
 
 async def sglang_facts(
-    engine: EngineHttp, info: dict[str, Any], overrides: Overrides
+    engine: EngineHttp, info: dict[str, Any], given: EngineAgentSettings
 ) -> EngineFacts:
     """info: what /server_info answered. Raises EngineUnavailable and EngineUnfit as `discover`
     does."""
     # It answers while it still warms up. /health would generate a token.
     await engine.get("/ready")
-    models = await models_of(engine, overrides)
-    size = _page_size(info, overrides)
+    models = await models_of(engine, given)
+    size = _page_size(info, given)
     page_size = size if size and size > 1 else USUAL_BLOCK_SIZE
-    ranks = range(overrides.data_parallel_size or _num_ranks(info))
+    ranks = range(given.data_parallel_size or _num_ranks(info))
     try:
         _check(info, size)
-        sources, rung = _sources(engine.host, ranks, info, overrides), TOP
+        sources, rung = _sources(engine.host, ranks, info, given), TOP
     except NotExact as error:
         sources, rung = silent(ranks), error.rung
     return EngineFacts(
@@ -66,7 +66,7 @@ async def sglang_facts(
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=page_size,
-        capacity_tokens=overrides.capacity_tokens or whole(info.get("max_total_num_tokens")) or 0,
+        capacity_tokens=given.capacity_tokens or whole(info.get("max_total_num_tokens")) or 0,
         reuse_tokens=page_size,
         sources=sources,
         # Its radix tree then has pairs of tokens.
@@ -102,9 +102,9 @@ def _check(info: dict[str, Any], size: int | None) -> None:
         raise NotExact("SGLang's pages have one token each: start it with --page-size 16")
 
 
-def _page_size(info: dict[str, Any], overrides: Overrides) -> int | None:
+def _page_size(info: dict[str, Any], given: EngineAgentSettings) -> int | None:
     """Tokens of a block in events: a page's, times the ranks that share the decode context."""
-    size = overrides.engine_block_size or whole(_events(info).get("block_size"))
+    size = given.engine_block_size or whole(_events(info).get("block_size"))
     page = whole(info.get("page_size"))
     return size or (page and page * (whole(info.get("dcp_size")) or 1))
 
@@ -120,11 +120,11 @@ def _num_ranks(info: dict[str, Any]) -> int:
 
 
 def _sources(
-    host: str, ranks: Iterable[int], info: dict[str, Any], overrides: Overrides
+    host: str, ranks: Iterable[int], info: dict[str, Any], given: EngineAgentSettings
 ) -> tuple[EventSource, ...]:
     """Raises NotExact."""
-    if overrides.events_endpoint is not None:
-        return overridden(ranks, host, overrides)
+    if given.events_endpoint:
+        return overridden(ranks, host, given)
     config, events = _config(info), _events(info)
     if config.get("publisher") == "zmq" and not events and "kv_events" not in info:
         events = _described(config)  # from before /server_info described the publisher
@@ -138,7 +138,7 @@ def _sources(
     base = f"tcp://{events.get('endpoint_host')}"
     events_at = f"{base}:{events.get('endpoint_port_base')}"
     replay_port = events.get("replay_endpoint_port_base")
-    replay_at = overrides.replay_endpoint or (f"{base}:{replay_port}" if replay_port else None)
+    replay_at = given.replay_endpoint or (f"{base}:{replay_port}" if replay_port else None)
     return tuple(
         EventSource(
             rank,

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import TOP, Trust
 from workers.bridge.http.engine import EngineHttp, models_of, whole
 from workers.bridge.http.facts import (
@@ -16,7 +17,6 @@ from workers.bridge.http.facts import (
     EngineFacts,
     EventSource,
     NotExact,
-    Overrides,
     overridden,
     reachable,
     silent,
@@ -54,20 +54,18 @@ class _Said:
     is_connected: bool
 
 
-async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> EngineFacts:
+async def vllm_facts(engine: EngineHttp, version: str, given: EngineAgentSettings) -> EngineFacts:
     """Raises EngineUnavailable and EngineUnfit as `discover` does."""
     said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
     listed = await engine.get_object("/kv_event_sources")
-    models = await models_of(engine, overrides)
-    size = overrides.engine_block_size or _number(
-        said, "effective_attention_block_size", "block_size"
-    )
+    models = await models_of(engine, given)
+    size = given.engine_block_size or _number(said, "effective_attention_block_size", "block_size")
     block_size = size if size and size > 1 else USUAL_BLOCK_SIZE
     try:
         _check(said, size)
-        sources, rung = _sources(engine.host, version, listed, said, overrides), TOP
+        sources, rung = _sources(engine.host, version, listed, said, given), TOP
     except NotExact as error:
-        ranks = range(overrides.data_parallel_size or 0) or said.ranks
+        ranks = range(given.data_parallel_size or 0) or said.ranks
         sources, rung = silent(ranks), error.rung
     drops_block = _drops_last_block(said, version)
     return EngineFacts(
@@ -79,7 +77,7 @@ async def vllm_facts(engine: EngineHttp, version: str, overrides: Overrides) -> 
         max_model_len=models.max_model_len,
         tokenizer=models.tokenizer,
         block_size=block_size,
-        capacity_tokens=overrides.capacity_tokens or _capacity(said, models.max_model_len or 0),
+        capacity_tokens=given.capacity_tokens or _capacity(said, models.max_model_len or 0),
         pool_blocks=_number(said, "num_gpu_blocks") or 0,
         reuse_tokens=_number(said, "cache_hit_alignment_tokens") or block_size,
         recomputed_tokens=block_size if said.is_speculative and drops_block else 0,
@@ -150,13 +148,13 @@ def _capacity(said: _Said, max_model_len: int) -> int:
 
 
 def _sources(
-    host: str, version: str, listed: dict[str, Any] | None, said: _Said, overrides: Overrides
+    host: str, version: str, listed: dict[str, Any] | None, said: _Said, given: EngineAgentSettings
 ) -> tuple[EventSource, ...]:
     """listed: what /kv_event_sources answers. Raises NotExact."""
-    if overrides.events_endpoint is not None:
-        count = overrides.data_parallel_size
+    if given.events_endpoint:
+        count = given.data_parallel_size
         ranks = range(count) if count else _listed_ranks(listed) or said.ranks
-        return overridden(ranks, host, overrides)
+        return overridden(ranks, host, given)
     if listed is None:
         raise NotExact(
             f"vLLM {version} does not say where it publishes KV events: start it with "
@@ -166,7 +164,7 @@ def _sources(
     configs = {rank: listed[str(rank)] for rank in _listed_ranks(listed)}
     if not configs or not all(map(_publishes, configs.values())):
         raise NotExact(f"vLLM publishes no KV events: start it with {EVENTS_FLAG}")
-    return tuple(_source(rank, config, host, overrides) for rank, config in configs.items())
+    return tuple(_source(rank, config, host, given) for rank, config in configs.items())
 
 
 def _listed_ranks(listed: dict[str, Any] | None) -> tuple[int, ...]:
@@ -182,15 +180,17 @@ def _publishes(config: object) -> bool:
     )
 
 
-def _source(rank: int, config: dict[str, Any], host: str, overrides: Overrides) -> EventSource:
+def _source(
+    rank: int, config: dict[str, Any], host: str, given: EngineAgentSettings
+) -> EventSource:
     """The ports in `config` are this rank's own."""
     endpoint, replay = config["endpoint"], config.get("replay_endpoint")
     if endpoint.startswith(_LOCAL):
         raise NotExact(
             f"vLLM connects to {endpoint} instead of binding it: start it with {EVENTS_FLAG}"
         )
-    if overrides.replay_endpoint is not None:
-        replay = reachable(overrides.replay_endpoint, host, rank)
+    if given.replay_endpoint:
+        replay = reachable(given.replay_endpoint, host, rank)
     elif replay is not None:
         replay = reachable(str(replay), host)
     return EventSource(rank, reachable(endpoint, host), replay, str(config.get("topic") or ""))

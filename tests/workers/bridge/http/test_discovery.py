@@ -6,24 +6,25 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from app.core.errors import EngineUnavailable, EngineUnfit
+from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import TOP, Trust
 from tests.fakes.engine import fake_engine
 from tests.fakes.facts import SGLANG, SGLANG_INFO, VLLM, sglang, vllm_metrics
 from tests.fakes.faults import HANG_S, Faults
 from tests.workers.bridge.http.conftest import serving
 from workers.bridge.http import engine as engine_client
-from workers.bridge.http.discovery import discover
+from workers.bridge.http.discovery import NOTHING_GIVEN, discover
 from workers.bridge.http.engine import EngineHttp
-from workers.bridge.http.facts import NO_OVERRIDES, EngineFacts, EventSource, Overrides
+from workers.bridge.http.facts import EngineFacts, EventSource
 from workers.bridge.http.sglang import KV_SETTINGS
 
 HOST = "127.0.0.1"
 EVENTS = "tcp://*:5557"
 
 
-async def facts_of(answers, overrides=NO_OVERRIDES):
+async def facts_of(answers, given=NOTHING_GIVEN):
     async with serving(answers) as (session, url):
-        return await discover(session, url, overrides)
+        return await discover(session, url, given)
 
 
 def vllm_sources(*configs):
@@ -156,14 +157,14 @@ async def test_flags_take_the_place_of_what_vllm_does_not_say():
     old = {"/version": {"version": "0.9.0"}}
     facts = await facts_of(
         old,
-        Overrides(
+        EngineAgentSettings(
             engine_kind="vllm",
             events_endpoint=EVENTS,
             replay_endpoint="tcp://other:5657",
             engine_block_size=16,
             capacity_tokens=4096,
             data_parallel_size=2,
-            model=("llama",),
+            model="llama",
         ),
     )
     assert facts.models == ("llama",)
@@ -176,10 +177,10 @@ async def test_flags_take_the_place_of_what_vllm_does_not_say():
 
 
 async def test_flags_take_precedence_over_what_sglang_says():
-    overrides = Overrides(
+    given = EngineAgentSettings(
         events_endpoint="tcp://other:9001", engine_block_size=64, data_parallel_size=1
     )
-    facts = await facts_of(SGLANG, overrides)
+    facts = await facts_of(SGLANG, given)
     assert facts.block_size == 64
     assert facts.sources == (EventSource(0, "tcp://other:9001", None),)
 
@@ -194,7 +195,7 @@ async def test_sglang_before_it_described_its_publisher_is_known_by_its_settings
         '{"publisher":"zmq","endpoint":"tcp://*:6001","replay_endpoint":"tcp://*:6101"}'
     )
     answers = {"/get_server_info": info, "/v1/models": SGLANG["/v1/models"]}
-    facts = await facts_of(answers, Overrides(data_parallel_size=1))
+    facts = await facts_of(answers, EngineAgentSettings(data_parallel_size=1))
     assert facts.block_size == 16
     assert facts.sources == (EventSource(0, "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6101"),)
 
@@ -241,7 +242,7 @@ async def test_an_engine_that_publishes_nothing_is_known_and_says_what_would_mak
 
 @pytest.mark.parametrize("answers", [VLLM, SGLANG])
 async def test_an_agent_that_is_to_listen_to_nothing_does_not_listen(answers):
-    facts = await facts_of(answers, Overrides(events_endpoint="none"))
+    facts = await facts_of(answers, EngineAgentSettings(events_endpoint="none"))
     assert facts.rung.trust is Trust.APPROXIMATE
     assert "take away --events-endpoint none" in facts.rung.trust_cause
     assert {source.endpoint for source in facts.sources} == {""}
@@ -291,8 +292,8 @@ async def test_any_other_server_of_that_api_is_an_engine(more):
     assert (facts.kind, facts.version, facts.models) == ("openai", "llamacpp", ("qwen",))
     assert "--kv-events-config" in facts.rung.trust_cause
     assert facts.sources == (EventSource(0, "", None),)
-    overrides = Overrides(engine_kind="openai", capacity_tokens=4096, model=("other",))
-    facts = await facts_of({}, overrides)
+    given = EngineAgentSettings(engine_kind="openai", capacity_tokens=4096, model="other")
+    facts = await facts_of({}, given)
     assert (facts.models, facts.capacity_tokens) == (("other",), 4096)
 
 

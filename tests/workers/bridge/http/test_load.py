@@ -5,7 +5,7 @@ import pytest
 from app.core.errors import EngineUnavailable
 from tests.fakes.facts import SGLANG, VLLM, vllm_metrics
 from tests.workers.bridge.http.conftest import engine_of
-from workers.bridge.http.facts import EngineLoad, EngineReading
+from workers.bridge.http.facts import EngineLoad
 from workers.bridge.http.load import LoadReader, SamplePattern
 
 LOADS = {
@@ -42,30 +42,26 @@ def idle_sums(total, count):
 
 
 async def test_vllm_says_how_busy_it_is_and_what_its_speed_is_learned_from():
-    assert await reading("vllm", VLLM) == EngineReading(
-        {
-            0: EngineLoad(
-                running=0,
-                waiting=0,
-                kv_usage=0.0,
-                hit_rate=96 / 296,
-                prompt_tokens=296,
-                cached_tokens=96,
-                first_tokens=3,
-                generated_tokens=44,
-                finished_requests=3,
-                prefills=3,
-                prefill_s=0.12566781800160243,
-                prefill_prompt_tokens=296,
-                prefill_computed_tokens=200,
-                inter_tokens=41,
-                inter_token_s=0.14084797999930743,
-                steps=44,
-                transferred_tokens=0,
-            )
-        },
-        started_s=1795479223.91,
-    )
+    found = await reading("vllm", VLLM)
+    assert found.started_s == 1795479223.91
+    assert found.loads == {
+        0: EngineLoad(
+            hit_rate=96 / 296,
+            prompt_tokens=296,
+            cached_tokens=96,
+            first_tokens=3,
+            generated_tokens=44,
+            finished_requests=3,
+            prefills=3,
+            prefill_s=0.12566781800160243,
+            prefill_prompt_tokens=296,
+            prefill_computed_tokens=200,
+            inter_tokens=41,
+            inter_token_s=0.14084797999930743,
+            steps=44,
+            transferred_tokens=0,
+        )
+    }
 
 
 async def test_each_rank_has_its_own_load():
@@ -114,8 +110,8 @@ async def test_idle_times_are_of_what_came_since_the_last_reading_and_hits_of_th
         )["/metrics"] + idle_sums(160.0, 12)
         second = (await reader.read()).loads[0]
         third = (await reader.read()).loads[0]
-    assert (first.hit_rate, first.idle_before_evict_s) == (96 / 296, 10.0)
-    assert (second.hit_rate, second.idle_before_evict_s) == (246 / 496, 30.0)
+    assert (first.hit_rate, first.kv_idle_before_evict_s) == (96 / 296, 10.0)
+    assert (second.hit_rate, second.kv_idle_before_evict_s) == (246 / 496, 30.0)
     assert third == second
 
 
@@ -126,7 +122,7 @@ async def test_after_a_restart_of_the_engine_means_begin_anew():
         answers["/metrics"] = VLLM["/metrics"] + idle_sums(100.0, 10)
         await reader.read()
         answers["/metrics"] = VLLM["/metrics"] + idle_sums(8.0, 4)
-        assert (await reader.read()).loads[0].idle_before_evict_s == 2.0
+        assert (await reader.read()).loads[0].kv_idle_before_evict_s == 2.0
 
 
 async def test_an_engine_without_statistics_says_nothing():
@@ -195,7 +191,7 @@ vllm:nixl_xfer_time_seconds_count{engine="0"} 2
 """
     load = await load_of("vllm", {"/metrics": more})
     assert load.prefill_computed_tokens == 40
-    assert (load.transfers, load.transfer_s, load.transferred_tokens) == (2, 0.5, 960)
+    assert (load.kv_transfers, load.transfer_s, load.transferred_tokens) == (2, 0.5, 960)
     nothing_came = more.replace(b" 960", b" 0")
     load = await load_of("vllm", {"/metrics": nothing_came})
     assert load.prefill_computed_tokens == 1000
