@@ -5,41 +5,83 @@
     python -m loadtest.autoscale --policy curve:5 --victim newest --victim unique_value
 
 The planner's policies are the real ones, as are those of the routers and the engine. The day is
-made of a shorter trace, see loadtest/day.py. `undone`: changes that undo one of the last ten
-minutes. `again`: seconds of prefill that workers that had left would have spared. `off by`: from
-the share within the SLO that was predicted for one worker less to what then was; a median.
+made of a shorter trace: from night to night, 4:1 from peak to trough, with a dip at noon, and
+bursts that last for minutes. `again`: seconds of prefill that workers that had left would have
+spared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+from numpy.typing import NDArray
 
 from app.core.roles import Role
 from app.options import FACTOR, Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Rules
-from app.simulation.profiles import PROFILES, Link
+from app.simulation.profiles import PROFILES, Link, Profile
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
-from loadtest.day import curve, day_of
-from loadtest.experiment import Rows, experiment
-from loadtest.scaling import Scaled, Scaling
-from loadtest.scaling_figures import COLUMNS, figures_of
+from loadtest.experiment import Rows, experiment, meets_slo
+from loadtest.scaling import VICTIMS, PlayedTrace, Scaled, Scaling
 from loadtest.setting_options import ROLES
 from loadtest.traces import Trace
-from loadtest.victims import VICTIMS
 from loadtest.virtual import TracePrompts
 
 ROUTING = "latency"
 STATIC = "static"
 CURVE = "curve"
 FORMS = (*POLICIES, STATIC, CURVE)
+PEAK_TO_TROUGH = 4.0
+NOON_DIP = 0.3
+"""Of the peak."""
+BURST_S = 120.0
+BURST_SHAPE = 0.5
+"""Of the gamma distribution that the bursts' rates have."""
+
+Rates = NDArray[np.float64]
+
+
+def curve(seconds: int, *, bursts: float, seed: int) -> Rates:
+    """Arrival rate in each second of the day, over the day's mean. bursts: their share of it."""
+    at = (np.arange(seconds) + 0.5) / seconds
+    shape = 1.0 - np.cos(2 * math.pi * at)
+    shape -= 2 * NOON_DIP * np.exp(-(((at - 0.5) / 0.06) ** 2))
+    shape = (shape - shape.min()) / (shape.max() - shape.min())
+    rates = 1.0 + (PEAK_TO_TROUGH - 1.0) * shape
+    rng = np.random.default_rng(seed)
+    number = math.ceil(seconds / BURST_S)
+    height = rng.gamma(BURST_SHAPE, 1.0 / BURST_SHAPE, number).repeat(round(BURST_S))[:seconds]
+    rates *= 1.0 - bursts + bursts * height
+    shares: Rates = rates / rates.mean()
+    return shares
+
+
+def day_of(trace: Trace, rates: Rates, load: float) -> Trace:
+    """A trace that lasts as long as `rates`, at `load` times the recorded rate on average.
+
+    The trace is repeated, each time with tokens of its own. Sessions keep their order and the gaps
+    within them.
+    """
+    wanted_s = load * rates.size
+    sessions = trace.repeated(math.ceil(wanted_s / trace.span_s), in_turn=True).sessions
+    # How far the recording has got at the end of each second.
+    reached_s = np.concatenate(([0.0], rates.cumsum())) * load
+    ends = np.arange(rates.size + 1)
+    moved = [
+        replace(session, start_s=float(np.interp(session.start_s, reached_s, ends)))
+        for session in sessions
+        if session.start_s < wanted_s
+    ]
+    return Trace(f"{trace.name}, a day in {rates.size / 3600:g} h", tuple(moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +145,33 @@ def play(
         scaling = Scaling(policy.name, rules, victim, scenario.startup_s)
     end_s = 3600 * scenario.hours
     scaled = Scaled(scaling, setting, ROUTING, scenario.prompts, end_s)
-    return asdict(figures_of(scaled.run(scenario.day), setting.profiles[0], rules))
+    return figures_of(scaled.run(scenario.day), setting.profiles[0])
+
+
+COLUMNS = (
+    ("within SLO", "within_slo", "{:.1%}"),
+    ("worker hours", "worker_hours", "{:.2f}"),
+    ("TTFT p99, s", "ttft_p99_s", "{:.1f}"),
+    ("changes", "changes", "{:.0f}"),
+    ("lost", "lost", "{:.0f}"),
+    ("again, s", "recomputed_s", "{:.0f}"),
+)
+
+
+def figures_of(played: PlayedTrace, profile: Profile) -> dict[str, Any]:
+    """The figures of COLUMNS, `requests`, and `sizes`: the size from each time on."""
+    outcomes = played.outcomes
+    ttfts = [o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None]
+    return {
+        "requests": len(outcomes),
+        "within_slo": sum(meets_slo(outcome, profile) for outcome in outcomes) / len(outcomes),
+        "worker_hours": played.worker_s / 3600,
+        "ttft_p99_s": float(np.percentile(ttfts, 99)),
+        "changes": sum(p.desired != p.size for p in played.proposals),
+        "lost": sum(outcome.failure is not None for outcome in outcomes),
+        "recomputed_s": played.recomputed_s,
+        "sizes": [(p.at_s, p.desired) for p in played.proposals],
+    }
 
 
 def rows(

@@ -39,10 +39,9 @@ from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.bench_engines import agent_beside
 from loadtest.command import option
-from loadtest.cores import CORES, cpu_s
 from loadtest.harness import bench, percentiles
 from loadtest.holders import BLOCK_SIZE
-from loadtest.processes import child, received
+from loadtest.processes import CORES, child, cpu_s, received
 from workers.agent.agent import AgentSettings
 from workers.bridge.events.events import BlockRemoved, BlockStored
 from workers.bridge.events.vllm import encode

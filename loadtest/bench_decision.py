@@ -16,25 +16,27 @@ shows where one Redis reaches its limit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import click
 import numpy as np
 import orjson
+from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
 from app.core.hashing import compute_hashes, compute_local_hashes
 from app.core.keys import Keyspace
+from app.core.loads import LOAD_FIELDS
 from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
 from app.local.redis_server import LOOPBACK
 from app.options import COUNT
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.changing import changing
 from loadtest.command import option
 from loadtest.harness import bench, grid, in_turn
 from loadtest.holders import BLOCK_SIZE, Holders
@@ -49,6 +51,19 @@ CURVE = ("token ids", "hashes")
 """The shapes that several replicas are measured with."""
 PER_REPLICA = 32
 """Concurrent requests."""
+EVERY_S = 0.01
+"""Some two batches of 32 requests at once."""
+CHANGE = """
+local time = redis.call('TIME')
+local version = string.format('%.0f', time[1] * 1e6 + time[2])
+local as_before = '^(' .. string.rep('%d+ ', ARGV[1]) .. ')%d+'
+for i = 2, #ARGV, 2 do
+  local load = redis.call('HGET', KEYS[1], ARGV[i])
+  redis.call('HSET', KEYS[1], ARGV[i], (string.gsub(load, as_before, '%1' .. ARGV[i + 1])))
+  redis.call('ZADD', KEYS[2], version, ARGV[i])
+end
+"""
+"""Changes what was routed to a worker lately: the one figure that nothing else rests on."""
 
 
 def prompts(tokens: int = NUM_TOKENS) -> list[list[int]]:
@@ -118,6 +133,32 @@ def answer_forever(_: str, port: int) -> None:
     route.__annotations__.update({"prompt": Prompt, "return": Answer})
     app.post("/v1/route")(route)
     run(serve(app, listen(LOOPBACK, port)))
+
+
+@asynccontextmanager
+async def changing(redis: Redis, keyspace: Keyspace, first: int, count: int) -> AsyncIterator[None]:
+    """Changes `count` loads every EVERY_S, of incarnations from `first` on.
+
+    By a script that is sent each time, which counts for none of the time of the others.
+    """
+    task = asyncio.create_task(_change(redis, keyspace, first, count))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _change(redis: Redis, keyspace: Keyspace, first: int, count: int) -> None:
+    rng = random.Random(1)
+    others = [inc for inc in map(int, await redis.hkeys(keyspace["load"])) if inc >= first]
+    while others and count:
+        some = rng.sample(others, min(count, len(others)))
+        args = [arg for inc in some for arg in (inc, rng.randrange(1_000_000))]
+        keys = keyspace["load"], keyspace["versions"]
+        await redis.eval(CHANGE, 2, *keys, LOAD_FIELDS.index("routed_us"), *args)
+        await asyncio.sleep(EVERY_S)
 
 
 def measure(

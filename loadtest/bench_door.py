@@ -48,10 +48,10 @@ from app.state.scripts import ScriptRunner
 from app.tokens.renderer import load as load_renderer
 from loadtest import beside
 from loadtest.command import option
-from loadtest.cores import CORES
 from loadtest.harness import bench, grid, in_turn, medians, percentiles
 from loadtest.holders import Holders
-from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever
+from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever, word_tokenizer
+from loadtest.processes import CORES
 from loadtest.request_counts import counts_of
 from loadtest.servers import (
     NUM_PROMPTS,
@@ -64,7 +64,6 @@ from loadtest.servers import (
     until_open,
     until_serving,
 )
-from loadtest.word_tokenizer import word_tokenizer
 from workers.engines.sim.text import WORDS
 
 KEYS = Keyspace("bench-door")

@@ -32,9 +32,9 @@ from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, PROCESSES
 from loadtest.command import option, table
-from loadtest.cores import TICKS_PER_S, cpu_s
 from loadtest.demo import BLOCK_SIZE, NUM_REQUESTS
 from loadtest.harness import bench
+from loadtest.processes import TICKS_PER_S, cpu_s
 from loadtest.replay import replay_policy
 from loadtest.report import PolicySummary, summarise
 from loadtest.traces import DEMO_TRACE, Trace, read_trace

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from app.http.server import run
 from app.local.redis_server import EmbeddedRedis, free_port
-from loadtest.cores import CORES
 from loadtest.harness import grid, in_turn
+from loadtest.processes import CORES
 from loadtest.servers import Server, Shape, figures, load, server_core, until_serving
 
 START_S = 60.0

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 import orjson
+from rich import console as rich_console
+from rich.console import Group
 from rich.table import Column, Table
 
 from app import options
@@ -18,6 +20,7 @@ from app.options import POSITIVE, PROCESSES
 from loadtest.traces import DEMO_TRACE, Trace, TraceError, read_trace
 
 Decorator = Callable[[Any], Any]
+WIDEST = 1000
 
 
 class Command(options.Command):
@@ -26,6 +29,20 @@ class Command(options.Command):
     def invoke(self, ctx: click.Context) -> Any:
         heed_interrupts()
         return super().invoke(ctx)
+
+
+class Console(rich_console.Console):
+    """Cuts no figure: tables that need more than its width get it, as in a terminal of 80
+    characters, or where the output goes to a file."""
+
+    def print(self, *objects: Any, **more: Any) -> None:
+        room = self.options.update(width=WIDEST)
+        parts = [
+            p for one in objects for p in (one.renderables if isinstance(one, Group) else [one])
+        ]
+        needed = (self.measure(p, options=room).maximum for p in parts if isinstance(p, Table))
+        self.width = max(self.width, *needed, 0)
+        super().print(*objects, **more)
 
 
 def distinct(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,8 +14,7 @@ from app.http.server import run
 from app.local.cluster import Cluster
 from app.options import FACTOR, POLICY, cluster_size
 from loadtest import report
-from loadtest.command import Command, make_folder, option, read, save
-from loadtest.console import Console
+from loadtest.command import Command, Console, make_folder, option, read, save
 from loadtest.door_client import Api
 from loadtest.replay import api_option, progress_display, replay_policy
 from loadtest.traces import DEMO_TRACE

@@ -28,8 +28,7 @@ from app.local.cluster import Cluster
 from app.options import POSITIVE_SECONDS
 from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
-from loadtest.command import Command, make_folder, option, save
-from loadtest.console import Console
+from loadtest.command import Command, Console, make_folder, option, save
 from loadtest.devices import BLOCK_SIZE, SIZES, Size, device_option, model_option, torch_worker
 from loadtest.replay import progress_display, replay_policy
 from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens

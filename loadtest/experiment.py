@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from loadtest.client import Outcome
 from loadtest.command import Decorator, command_of, jobs_option, json_option, option, save
 from loadtest.processes import forked
 from loadtest.report import PolicyRun, summarise
-from loadtest.slo import meets_slo, token_s
 
 Figures = Mapping[str, Any]
 Play = Callable[[int], Figures]
@@ -31,6 +30,11 @@ Columns = Sequence[tuple[str, str, str]]
 SEPARATOR = " | "
 MOST_REFUSED = 0.001
 """Where more was refused, what was answered says nothing: the refused would have waited longest."""
+SLO_TTFT_S = 2.0
+SLO_PREFILLS = 1.5
+SLO_TOKEN_S = 0.1
+"""The first token within SLO_TTFT_S and SLO_PREFILLS times the prompt's own prefill; SLO_TOKEN_S
+for each further one."""
 _rows: Rows
 """What the processes play. Inherited, because sending a trace takes long."""
 
@@ -127,3 +131,26 @@ def measured(
         "token_s": float(np.mean(per_token_s)) if per_token_s else None,
         "token_p99_s": float(np.percentile(per_token_s, 99)) if per_token_s else None,
     }
+
+
+@cache
+def alone_s(profile: Profile, prompt_tokens: int) -> float:
+    """Seconds to prefill a prompt with nothing cached, on a worker with nothing else to do."""
+    starts = range(0, prompt_tokens, profile.max_batch_tokens)
+    chunks = [(start, min(profile.max_batch_tokens, prompt_tokens - start)) for start in starts]
+    return sum(profile.compute_s(n, n * (start + n / 2), 0) for start, n in chunks)
+
+
+def meets_slo(outcome: Outcome, profile: Profile) -> bool:
+    if outcome.first_token_s is None or outcome.end_s is None:
+        return False
+    ttft_s = outcome.first_token_s - outcome.arrival_s
+    allowed_s = SLO_TTFT_S + SLO_PREFILLS * alone_s(profile, outcome.prompt_tokens)
+    return ttft_s <= allowed_s and token_s(outcome) <= SLO_TOKEN_S
+
+
+def token_s(outcome: Outcome) -> float:
+    """Mean seconds for each token after the first. outcome: of a request that was answered."""
+    assert outcome.first_token_s is not None
+    assert outcome.end_s is not None
+    return (outcome.end_s - outcome.first_token_s) / max(1, outcome.output_tokens - 1)

@@ -19,9 +19,8 @@ import numpy as np
 from rich.table import Table
 
 from app.http.server import run
-from loadtest.command import Decorator, command_of, json_option, save, table
-from loadtest.console import Console
-from loadtest.cores import redis_to_measure
+from loadtest.command import Console, Decorator, command_of, json_option, save, table
+from loadtest.processes import redis_to_measure
 
 C = TypeVar("C")
 T = TypeVar("T")

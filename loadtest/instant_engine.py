@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import shutil
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httptools
 import orjson
+import tokenizers
+from tokenizers import pre_tokenizers, trainers
 
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 from app.tokens.renderer import Renderer, load
+from workers.engines.sim.text import FOLDER, SPECIAL, WORDS
 
 CHUNKS = 16
 PACE_S = 0.05
@@ -107,6 +114,24 @@ class _Engine(asyncio.Protocol):
 
 def _chunked(piece: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(piece), piece)
+
+
+@contextmanager
+def word_tokenizer() -> Iterator[str]:
+    """The folder of a tokenizer in which each of the simulated engine's words is one token.
+
+    Most words of a text are one token of a true tokenizer; of the engine's own, every byte is one.
+    """
+    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        special_tokens=[*SPECIAL], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 2, trainer)
+    with TemporaryDirectory() as folder:
+        shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        yield folder
 
 
 def engine_forever(tokenizer: str, port: int) -> None:

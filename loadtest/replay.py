@@ -30,7 +30,7 @@ from loadtest.report import PolicyRun
 from loadtest.traces import DEMO_TRACE, Session, Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from loadtest.console import Console
+    from loadtest.command import Console
 
 DEADLINE_S = 600.0
 """For each request, in engine seconds."""
@@ -315,7 +315,7 @@ def replay(
     for policy in policies or (None,):
         run(_check_answers(url, policy, api))
 
-    from loadtest.console import Console
+    from loadtest.command import Console
 
     console = Console()
     runs = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.predict import predictor
 from app.planner.rules.forecast import growth
-from app.planner.rules.policies import propose, unique_values
+from app.planner.rules.policies import least_valued, propose, unique_values
 from app.planner.rules.replay import Replay, recorded_request
 from app.planner.rules.state import (
     FleetState,
@@ -34,7 +34,6 @@ from app.simulation.setting import Setting
 from app.simulation.worker import SimWorker, Status
 from loadtest.client import Outcome
 from loadtest.traces import Trace
-from loadtest.victims import VICTIMS
 from loadtest.virtual import Simulation, TracePrompts
 
 SAMPLE_S = 1.0
@@ -50,6 +49,18 @@ PHASES = {
     Status.LIVE: Phase.LIVE,
     Status.DRAINING: Phase.DRAINING,
 }
+
+
+def newest(state: FleetState) -> str:
+    """Returns the live worker that joined last, which Kubernetes removes."""
+    return max(state.those(Phase.LIVE), key=lambda worker: worker.since_s).name
+
+
+VICTIMS: Mapping[str, Callable[[FleetState], str]] = {
+    "unique_value": least_valued,
+    "newest": newest,
+}
+"""How the worker that leaves is chosen, by the names of `loadtest.autoscale --victim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,6 @@ class Scaled:
         self._samples: dict[int, list[tuple[float, ...]]] = {}
         self._recent: dict[str, _Recorded] = {}
         self._departed: list[tuple[float, Holdings]] = []
-        self._rng = np.random.default_rng(setting.seed)
 
     def run(self, trace: Trace) -> PlayedTrace:
         self._every(SAMPLE_S, self._sample)
@@ -195,7 +205,7 @@ class Scaled:
                 state,
                 scaling.rules,
                 predictor(replay, state),
-                victim=lambda pool: VICTIMS[scaling.victim](pool, self._rng),
+                victim=VICTIMS[scaling.victim],
             )
         else:
             desired = max(scaling.sizes(now_s), state.size - 1)
@@ -205,7 +215,7 @@ class Scaled:
                 state.size,
                 desired,
                 Reason.SCHEDULED,
-                VICTIMS[scaling.victim](state, self._rng) if desired < state.size else None,
+                VICTIMS[scaling.victim](state) if desired < state.size else None,
             )
         self._played.proposals.append(proposal)
         self._carry_out(proposal, now_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from app.core.settings.kinds import PRIORITIES
@@ -20,6 +20,13 @@ from loadtest.virtual import Simulation, TracePrompts
 
 IDEAL = "ideal"
 """Not a policy, but a yardstick for them: see loadtest/ideal.py."""
+NO_LOAD = 0.1
+"""A load at which requests hardly ever meet."""
+KNEE = 3.0
+"""Multiple of the mean TTFT without load: where the queues begin to run away."""
+MAX_LOAD = 64.0
+STEP = 1.02
+"""How close a search comes, as a ratio of loads."""
 WARMUP = 0.25
 """Share of the requests, the first ones, that the figures leave out: caches start empty."""
 
@@ -97,3 +104,28 @@ def _by_priority(trace: Trace, outcomes: Sequence[Outcome]) -> Mapping[str, Sequ
     for outcome in outcomes:
         groups.setdefault(of[int(outcome.request_id)], []).append(outcome)
     return {name: groups[name] for name in PRIORITIES if len(groups) > 1 and name in groups}
+
+
+def highest(is_fine: Callable[[float], bool]) -> float:
+    """The highest load that is fine, to within STEP; 0 if none is, MAX_LOAD if all are."""
+    low, high = 0.0, 1.0
+    while is_fine(high):
+        low, high = high, 2 * high
+        if low >= MAX_LOAD:
+            return MAX_LOAD
+    while high / STEP > low and high > NO_LOAD:
+        middle = math.sqrt(low * high) if low else high / 2
+        low, high = (middle, high) if is_fine(middle) else (low, middle)
+    return low
+
+
+def knee(scenario: Scenario, policy: str) -> float:
+    """The highest load at which mean TTFT is at most KNEE times that without load."""
+    ttft_s = partial(_ttft_mean_s, scenario, policy)
+    bound_s = KNEE * ttft_s(NO_LOAD)
+    return highest(lambda load: ttft_s(load) <= bound_s)
+
+
+def _ttft_mean_s(scenario: Scenario, policy: str, load: float) -> float:
+    mean_s = simulate(scenario, policy, load)["ttft_mean_s"]
+    return math.inf if mean_s is None else mean_s

@@ -24,7 +24,7 @@ from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import LOOPBACK, free_port
 from app.state.connect import connect
-from loadtest.cores import CORES, cpu_s
+from loadtest.processes import CORES, cpu_s
 
 NUM_PROMPTS = 64
 """In each shape."""

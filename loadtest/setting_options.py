@@ -75,12 +75,6 @@ _OPTIONS = (
         click.Choice(list(PROFILES)),
         multiple=True,
     ),
-    option(
-        "--batch-tokens",
-        None,
-        "Of a step at most, in place of the profile: vLLM takes 2,048, or 8,192 on GPUs of 70 GiB.",
-    ),
-    option("--max-seqs", None, "Requests that run at once, likewise: vLLM takes 256, or 1,024."),
     click.option(
         "--keep-room",
         is_flag=True,
@@ -134,13 +128,6 @@ _OPTIONS = (
         "as at routers with --wait-queue. Default: they never do.",
         Number(0, LONGEST_S),
     ),
-    option(
-        "--misjudged-prefill",
-        1.0,
-        "Prefill and load times as routers believe them, over what was learned.",
-        FACTOR,
-    ),
-    option("--misjudged-decode", 1.0, "The same for decodes.", FACTOR),
 )
 
 
@@ -162,8 +149,6 @@ def setting_of(
     link_gbit: float | None,
     num_workers: int,
     profiles: tuple[str, ...],
-    batch_tokens: int | None,
-    max_seqs: int | None,
     keep_room: bool,
     **same: Any,
 ) -> Setting:
@@ -172,15 +157,7 @@ def setting_of(
         raise click.UsageError("--roles and --split-above need --link-gbit, by which KV travels")
     return Setting(
         num_workers=len(roles) if roles else num_workers,
-        profiles=tuple(
-            replace(
-                (profile := PROFILES[name]),
-                max_batch_tokens=batch_tokens or profile.max_batch_tokens,
-                max_num_seqs=max_seqs or profile.max_num_seqs,
-                keeps_room=keep_room,
-            )
-            for name in profiles
-        ),
+        profiles=tuple(replace(PROFILES[name], keeps_room=keep_room) for name in profiles),
         roles=roles or (Role.BOTH,),
         link=None if link_gbit is None else Link(link_gbit * 1e9 / 8),
         sharing=Sharing(sharing),

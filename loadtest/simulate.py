@@ -17,12 +17,11 @@ from typing import Any
 import click
 
 from app.core.settings.kinds import PRIORITIES
-from app.options import FACTOR, Number
+from app.options import FACTOR
 from app.policy.cost import POLICIES
 from loadtest.command import option, read, trace_option
 from loadtest.experiment import Rows, experiment
-from loadtest.knee import KNEE, knee, limit
-from loadtest.scenario import IDEAL, Scenario, simulate
+from loadtest.scenario import IDEAL, KNEE, Scenario, knee, simulate
 from loadtest.setting_options import PolicyName, setting_of, setting_options
 
 SHARES_OF_KNEE = (0.5, 0.7, 0.9)
@@ -48,7 +47,6 @@ COLUMNS = (
     ("preemptions", "preemptions", "{:.0f}"),
     ("reservations refused", "conflicts", "{:.0f}"),
     *((f"{one}: {head}", f"{one} {key}", form) for one in PRIORITIES for head, key, form in TIMES),
-    ("highest load", "limit", "{:.2f}"),
 )
 
 
@@ -57,19 +55,12 @@ def rows(
     requests: int | None,
     policies: tuple[str, ...],
     loads: tuple[float, ...],
-    share: float | None,
     **fleet: Any,
 ) -> Rows:
     scenario = Scenario(read(trace_file).cut(requests=requests), setting_of(**fleet))
     _check_fit(scenario)
-    # What knows no queues has neither knee nor limit.
+    # What knows no queues has no knee.
     real = [policy for policy in policies if policy != IDEAL]
-    if share is not None:
-        return {
-            f"{_title(scenario)}, {share:.0%} of them within the SLO": {
-                f"`{policy}`": partial(_limit, scenario, policy, share) for policy in real
-            }
-        }
     if not loads and not real:
         raise click.UsageError(f"{IDEAL} has no knee to take loads from: set --load")
     if not loads:
@@ -82,10 +73,6 @@ def rows(
         }
         for load in loads
     }
-
-
-def _limit(scenario: Scenario, policy: str, share: float, seed: int) -> dict[str, float]:
-    return {"limit": limit(scenario, policy, share, seed)}
 
 
 def _check_fit(scenario: Scenario) -> None:
@@ -133,12 +120,6 @@ main = experiment(
         f"the load at which the last policy's mean TTFT is {KNEE:g} times that without load.",
         FACTOR,
         several=True,
-    ),
-    option(
-        "--limit share",
-        None,
-        "Instead, find the highest load at which this share of the requests meets the SLO.",
-        Number(0, 1, min_open=True),
     ),
     setting_options,
 )

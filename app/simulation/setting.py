@@ -43,9 +43,6 @@ class Setting:
     event_delay_s: float = 0.0
     """From the end of a step until routers see what it did to the cache."""
     metrics_interval_s: float = 0.1
-    misjudged_prefill: float = 1.0
-    misjudged_decode: float = 1.0
-    """Time that routers believe prefills and decodes take, over what a worker has learned."""
     idle_reported: bool = True
     """Whether workers report how long the blocks that they evict were idle."""
     link: Link | None = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
 
 from app.core.loads import Load
 from app.core.roles import Role
 from app.core.types import SequenceHash
-from app.core.worker_report import ForwardPassMetrics, Speed
+from app.core.worker_report import ForwardPassMetrics
 from app.policy.rows import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
@@ -78,7 +78,6 @@ class SimWorker:
         self.coming: dict[SequenceHash, float] = {}
         """Blocks of prefixes that it fetches, and when they will have come."""
         self.sending = None if setting.link is None else Sending(setting.link, profile)
-        self._misjudged = setting.misjudged_prefill, setting.misjudged_decode
         self._idle_reported = setting.idle_reported
         self._interval_s = setting.metrics_interval_s
         self._due_s = 0.0
@@ -96,15 +95,7 @@ class SimWorker:
         if now_s >= self._speed_due_s:
             self._speed_due_s = now_s + SPEED_INTERVAL_S
             speed = self.learner.speed()
-            prefill, decode = self._misjudged
-            believed = {
-                f.name: getattr(speed, f.name) * (decode if "decode" in f.name else prefill)
-                for f in fields(Speed)
-                if "_s_per_" in f.name or f.name == "decode_s"
-            }
-            if self.sending is not None:
-                believed |= self.sending.speed
-            self.speed = replace(speed, **believed)
+            self.speed = replace(speed, **self.sending.speed) if self.sending is not None else speed
 
     def column(
         self,

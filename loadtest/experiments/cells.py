@@ -6,9 +6,8 @@ A cell is a namespace with a Redis, routers and workers of its own. What stands 
 sees neither caches nor loads, only a request and how many each cell has yet to answer. Rows: one
 namespace; cells by chance; those with the fewest requests; by a hash of what a request begins with,
 and by the same unless a cell then had too many (consistent hashing with bounded loads, Mirrokni,
-Thorup and Zadimoghaddam 2018, as `hash-balance-factor` of HAProxy), also bounded by the tokens of
-prompts, and by the less loaded of the two cells that the hash names first. Requests begin with
-their first blocks or, in sessions of several turns, with what their first turn was.
+Thorup and Zadimoghaddam 2018, as `hash-balance-factor` of HAProxy). Requests begin with their first
+blocks or, in sessions of several turns, with what their first turn was.
 """
 
 from __future__ import annotations
@@ -54,17 +53,11 @@ def first_turn(session: Session, _: SimRequest) -> bytes:
 class Door:
     """Chooses a cell. key: None chooses by requests alone.
 
-    bound: how many times the mean under way a cell may have; infinite: any number. by_tokens: of
-    prompts, in place of requests. of_two: the one with less of the first two by the hash.
+    bound: how many times the mean under way a cell may have; infinite: any number.
     """
 
     key: Key | None = None
     bound: float = math.inf
-    by_tokens: bool = False
-    of_two: bool = False
-
-    def weight(self, request: SimRequest) -> int:
-        return request.prompt_tokens if self.by_tokens else 1
 
     def choose(
         self,
@@ -73,14 +66,12 @@ class Door:
         under_way: Sequence[int],
         rng: np.random.Generator,
     ) -> int:
-        """under_way: weights of what each cell has yet to answer."""
+        """under_way: requests that each cell has yet to answer."""
         order: list[int] = rng.permutation(len(under_way)).tolist()
         if self.key is not None:
             key = self.key(session, request)
             order = sorted(order, key=lambda cell: xxh3_64_intdigest(key, seed=cell))
-        if self.of_two:
-            return min(order[:2], key=under_way.__getitem__)
-        most = self.bound * (sum(under_way) + self.weight(request)) / len(under_way)
+        most = self.bound * (sum(under_way) + 1) / len(under_way)
         return next((cell for cell in order if under_way[cell] < most), order[0])
 
 
@@ -103,12 +94,11 @@ class CellSimulation(Simulation):
     def _arrive(self, session: Session, turn: int) -> None:
         request = self._prompts.of(session.turns[turn])
         cell = self._door.choose(session, request, self._under_way, self._rng)
-        weight = self._door.weight(request)
         self.requests[cell] += 1
-        self._under_way[cell] += weight
+        self._under_way[cell] += 1
 
         def end(answer: SimAnswer, now_s: float) -> None:
-            self._under_way[cell] -= weight
+            self._under_way[cell] -= 1
             self._end(session, turn, answer, now_s)
 
         self._cells[cell].ask(request, end)
@@ -143,12 +133,6 @@ def doors(
         for name, key in keys.items()
         for most in (math.inf, bound)
     }
-    for name, key in keys.items():
-        by_tokens = Door(key, bound, by_tokens=True)
-        hashed[f"hash of {name}, bounded by {bound:g} in tokens"] = (num_cells, by_tokens)
-        if num_cells > 2:
-            of_two = Door(key, of_two=True)
-            hashed[f"hash of {name}, fewer requests of two"] = (num_cells, of_two)
     by_load = {"random": (num_cells, Door()), "fewest requests": (num_cells, Door(bound=1.0))}
     return {"one namespace": (1, Door())} | by_load | hashed
 

@@ -24,8 +24,7 @@ from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
 from loadtest.experiment import Rows, experiment
-from loadtest.knee import knee
-from loadtest.scenario import Scenario, simulate
+from loadtest.scenario import Scenario, knee, simulate
 from loadtest.setting_options import ROLES
 
 LATENCY = "latency"

@@ -54,7 +54,9 @@ ROWS = (
     Row("sub-agents, load 1", "sub-agents"),
     Row("a crowd", "crowd", only="low"),
     Row("a crowd: the chats beside it", "crowd", only="normal"),
-    Row("short prompts, load 0.6", "short", 0.6, profile="8b-1xh100", rivals=("logit", "blocks:32")),
+    Row(
+        "short prompts, load 0.6", "short", 0.6, profile="8b-1xh100", rivals=("logit", "blocks:32")
+    ),
 )
 
 

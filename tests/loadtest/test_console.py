@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from loadtest.console import Console
+from loadtest.command import Console
 
 FIGURES = [f"{at}.234567" for at in range(12)]
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from loadtest.day import curve, day_of
+from loadtest.autoscale import curve, day_of
 from loadtest.traces import Session, Trace, TraceRequest
 
 HOUR = 3600

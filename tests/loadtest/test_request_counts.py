@@ -5,11 +5,10 @@ import asyncio
 from app.http.server import run
 from app.local.redis_server import LOOPBACK
 from loadtest.bench_door import counted_shapes, register, settings_of
-from loadtest.cores import CORES
-from loadtest.instant_engine import engine_forever
+from loadtest.instant_engine import engine_forever, word_tokenizer
+from loadtest.processes import CORES
 from loadtest.request_counts import counts_of
 from loadtest.servers import server, until_open
-from loadtest.word_tokenizer import word_tokenizer
 
 PACKAGES = ("http", "core", "edge", "door", "router", "policy", "tokens", "state")
 MOST = {

@@ -49,13 +49,7 @@ def test_the_loads_played_by_default_are_shares_of_the_knee_of_the_last_policy()
     assert result.output.startswith("latency reaches its knee")
 
 
-def test_the_ideal_is_no_policy_with_a_knee_or_a_limit():
-    both = ["--policy", "latency", "--policy", "ideal"]
-    result = CliRunner().invoke(main, [*FEW, *both, "--limit", "0.9"])
-    assert result.exit_code == 0, result.output
-    assert "90% of them within the SLO" in result.output
-    assert re.search(r"^\| `latency` \| [\d.]+ \|$", result.output, re.MULTILINE)
-    assert "`ideal`" not in result.output
+def test_the_ideal_is_no_policy_with_a_knee():
     result = CliRunner().invoke(main, [*FEW, "--policy", "ideal"])
     assert result.exit_code == 2
     assert "ideal has no knee to take loads from: set --load" in result.output

@@ -4,7 +4,7 @@ import pytest
 
 from app.simulation.profiles import USUAL
 from loadtest.client import Outcome
-from loadtest.slo import alone_s, meets_slo
+from loadtest.experiment import alone_s, meets_slo
 
 
 def outcome(prompt_tokens, ttft_s, token_s):

@@ -71,18 +71,6 @@ def test_cells_of_unequal_size_are_not_compared():
     assert (refused.exit_code, "5 workers are no 2 cells" in refused.output) == (2, True)
 
 
-def test_a_cell_may_be_bounded_by_tokens_or_be_the_less_busy_of_two():
-    session = Session(0.0, (request(0, (1, 2, 3, 4)),))
-    first = chosen(Door(first_turn), session, [0, 0, 0, 0])
-    busy = [5 if cell == first else 0 for cell in range(4)]
-    second = chosen(Door(first_turn, 1.5), session, busy)
-    assert second != first
-    assert chosen(Door(first_turn, of_two=True), session, busy) == second
-    assert chosen(Door(first_turn, of_two=True), session, [0, 0, 0, 0]) in (first, second)
-    # Of 1,024 tokens it is a quarter and a half; of requests, 5 of 6 would be too many.
-    assert chosen(Door(first_turn, 1.5, by_tokens=True), session, busy) == first
-
-
 def test_nothing_is_lost_on_the_way_and_the_busiest_cell_is_told():
     trace = read_trace(DEMO_TRACE).cut(requests=100)
     door = Door(partial(first_blocks, 4), 1.25)
