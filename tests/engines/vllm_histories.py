@@ -101,7 +101,7 @@ CASES = [
     case("drafter before 0.33, states and windows", *GEMMA, mamba(16), num_blocks=300, drop=True),
 ]
 
-STORED, REMOVED = BlockStored.__dataclass_fields__, BlockRemoved.__dataclass_fields__
+STORED, REMOVED = BlockStored.__struct_fields__, BlockRemoved.__struct_fields__
 
 
 @dataclass(slots=True)

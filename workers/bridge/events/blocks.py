@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
-from workers.bridge.events.adapter_folders import AdapterBlock, AdapterFolders
+from workers.bridge.events.adapter_folders import AdapterFolders
+from workers.bridge.events.block import Block, Place, References, with_copy, without_copy
 from workers.bridge.events.events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -35,35 +36,11 @@ from workers.bridge.events.events import (
     unnamed_adapter,
 )
 from workers.bridge.events.pending import PendingEvents
-from workers.bridge.events.references import Place, References, with_copy, without_copy
 from workers.bridge.events.windows import Chain, Windows
 
 REMEMBERED = 16_384
 """How many blocks that no tier holds any more are still known: an offload may be announced after
 the block has left the device."""
-
-
-@dataclass(slots=True)
-class Block:
-    """A block of the engine: one or more of ours, and what its children inherit.
-
-    folder, hidden: see AdapterBlock."""
-
-    blocks: tuple[SequenceHash, ...]
-    parent: SequenceHash | None
-    tokens: int
-    """XXH3_64 of the block's tokens."""
-    lora_name: str | None
-    cache_salt: str | None
-    references: References = ()
-    folder: str | None = None
-    hidden: bool = False
-
-    def lies_in(self, tier: Tier) -> bool:
-        return any(held is tier for (held, _), _ in self.references)
-
-    def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
-        return self.tokens == tokens and self.parent == parent
 
 
 class HeldBlocks(NamedTuple):
@@ -165,9 +142,8 @@ class EngineBlocks:
             changes += self._turn(block)
         return changes
 
-    def _turn(self, block: AdapterBlock) -> Iterator[CacheEvent]:
+    def _turn(self, block: Block) -> Iterator[CacheEvent]:
         """Hide a block, or show it again."""
-        assert isinstance(block, Block)
         tiers = [tier for tier in Tier if block.lies_in(tier)]
         if not block.hidden:
             gone = {tier: tuple(self._give_up_copy(block, tier)) for tier in tiers}

@@ -15,7 +15,8 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from app.core.types import SequenceHash, Tier
-from workers.bridge.events.blocks import Block, HeldBlocks
+from workers.bridge.events.block import Block
+from workers.bridge.events.blocks import HeldBlocks
 from workers.bridge.events.events import key_of
 from workers.bridge.events.stream import Position
 

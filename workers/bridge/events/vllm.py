@@ -1,4 +1,4 @@
-"""The bytes in which engines publish KV cache events.
+"""Bytes in which engines publish KV cache events.
 
 A batch is the msgpack array [time, events, rank]. Its events are maps with a `type`, or, before
 vLLM 0.24, arrays that begin with it; old and new ones may come together. Fields from
@@ -8,25 +8,29 @@ vllm/distributed/kv_events.py and sglang/srt/disaggregation/kv_events.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
-from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineEvent
+from workers.bridge.events.events import BlockRemoved, BlockStored, EngineEvent
 
-KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+FIELDS = {
+    "BlockStored": BlockStored.__struct_fields__,
+    "BlockRemoved": BlockRemoved.__struct_fields__[:-1],
+    "AllBlocksCleared": (),
+}
+"""Order of the elements of arrays, which were given up before events had more fields."""
 ALWAYS_SAID = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
 """Fields that vLLM sends even if they are nil."""
 
 
 class WireError(ValueError):
-    """These bytes are not what engines publish."""
+    """Bytes that are no batch of events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What an engine published together. ts: when, seconds since 1970. rank: None if not said.
+    """Events that an engine published together. ts: seconds since 1970. rank: None if not said.
 
     num_unknown: events of kinds that are not known. num_broken: events of known kinds that cannot
     be read, and are therefore missed.
@@ -39,116 +43,50 @@ class Batch:
     num_broken: int = 0
 
 
-_Hash = int | bytes
-
-
-class _Stored(msgspec.Struct, tag="BlockStored"):
-    # In the order of the arrays.
-    block_hashes: list[_Hash]
-    parent_block_hash: _Hash | None
-    token_ids: list[Any]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    cache_salt: str | None = None
-    lookahead_token_ids: list[list[int]] | None = None
-
-    def event(self) -> BlockStored:
-        return BlockStored(
-            self.block_hashes,
-            self.parent_block_hash,
-            self.token_ids,
-            self.block_size,
-            medium=self.medium,
-            lora_name=self.lora_name,
-            cache_salt=self.cache_salt,
-            extra_keys=self.extra_keys,
-            group_idx=self.group_idx,
-            kv_cache_spec_kind=self.kv_cache_spec_kind,
-            locality=self.locality,
-            lora_id=self.lora_id,
-            kv_cache_spec_sliding_window=self.kv_cache_spec_sliding_window,
-            lookahead_token_ids=self.lookahead_token_ids,
-        )
-
-
-class _RemovedInArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    block_hashes: list[_Hash]
-    medium: str | None = None
-    group_idx: int | None = None
-    locality: str | None = None
-
-    def event(self) -> BlockRemoved:
-        return BlockRemoved(self.block_hashes, self.medium, self.group_idx, self.locality)
-
-
-class _Removed(_RemovedInArray, array_like=False, tag="BlockRemoved"):
-    remaining_copy_counts: list[int] | None = None
-
-    def event(self) -> BlockRemoved:
-        return BlockRemoved(
-            self.block_hashes,
-            self.medium,
-            self.group_idx,
-            self.locality,
-            self.remaining_copy_counts,
-        )
-
-
-class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
-    def event(self) -> AllBlocksCleared:
-        return AllBlocksCleared()
-
-
-class _StoredInArray(_Stored, array_like=True, tag="BlockStored"):
-    pass
-
-
-class _ClearedInArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-class _Kind(msgspec.Struct):
-    type: str
-
-
-_BATCH = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_EVENTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TIME = msgspec.msgpack.Decoder(float)
 _RANK = msgspec.msgpack.Decoder(int | None)
-_MAP = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
-_ARRAY = msgspec.msgpack.Decoder(_StoredInArray | _RemovedInArray | _ClearedInArray)
-_KIND_OF_MAP = msgspec.msgpack.Decoder(_Kind)
-_KIND_OF_ARRAY = msgspec.msgpack.Decoder(list[Any])
+_EVENT: msgspec.msgpack.Decoder[EngineEvent] = msgspec.msgpack.Decoder(EngineEvent)
+_ANYTHING = msgspec.msgpack.Decoder()
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def decode(payload: bytes) -> Batch:
     """Raises WireError if it is no batch at all. Fields that are not known are ignored."""
     try:
-        ts, events, *rest = _BATCH.decode(payload)
-        batch = [(_is_map(raw), raw) for raw in _EVENTS.decode(events)]
+        ts, events, *rest = _PARTS.decode(payload)
+        parts = _PARTS.decode(events)
         rank = _RANK.decode(rest[0]) if rest else None
         at = _TIME.decode(ts)
     except (msgspec.MsgspecError, ValueError) as error:
         raise WireError(f"not a batch of events: {error}") from None
     decoded: list[EngineEvent] = []
     num_unknown = num_broken = 0
-    for is_map, raw in batch:
+    for raw in parts:
         try:
-            decoded.append((_MAP if is_map else _ARRAY).decode(raw).event())
+            event = _event_of(raw)
         except msgspec.MsgspecError:
-            if _kind_of(raw, is_map=is_map) in KINDS:
-                num_broken += 1
-            else:
-                num_unknown += 1
+            num_broken += 1
+            continue
+        if event is None:
+            num_unknown += 1
+        else:
+            decoded.append(event)
     return Batch(at, decoded, rank, num_unknown, num_broken)
+
+
+def _event_of(raw: msgspec.Raw) -> EngineEvent | None:
+    """Returns None for an event of an unknown kind. Raises MsgspecError for a broken one."""
+    try:
+        return _EVENT.decode(raw)
+    except msgspec.ValidationError:
+        told = _ANYTHING.decode(raw)
+    if isinstance(told, list) and told and isinstance(told[0], str):
+        told = {**dict(zip(FIELDS.get(told[0], ()), told[1:], strict=False)), "type": told[0]}
+    if not isinstance(told, dict) or told.get("type") not in FIELDS:
+        return None
+    event: EngineEvent = msgspec.convert(told, EngineEvent, builtin_types=(bytes,))
+    return event
 
 
 def encode(ts: float, events: Iterable[EngineEvent], rank: int | None = 0) -> bytes:
@@ -156,21 +94,7 @@ def encode(ts: float, events: Iterable[EngineEvent], rank: int | None = 0) -> by
     return _ENCODER.encode([ts, [_as_map(event) for event in events], rank])
 
 
-def _as_map(event: EngineEvent) -> dict[str, Any]:
-    named = {f.name: getattr(event, f.name) for f in fields(event)}
-    said = {name: v for name, v in named.items() if v is not None or name in ALWAYS_SAID}
+def _as_map(event: EngineEvent) -> dict[str, object]:
+    told = msgspec.structs.asdict(event).items()
+    said = {name: value for name, value in told if value is not None or name in ALWAYS_SAID}
     return {"type": type(event).__name__, **said}
-
-
-def _is_map(raw: msgspec.Raw) -> bool:
-    # The first byte says the type: 0x8* , 0xde and 0xdf are maps.
-    first = bytes(memoryview(raw)[:1])
-    return b"\x80" <= first <= b"\x8f" or first in (b"\xde", b"\xdf")
-
-
-def _kind_of(raw: msgspec.Raw, *, is_map: bool) -> object:
-    """What kind of event it claims to be; None if it claims nothing."""
-    try:
-        return _KIND_OF_MAP.decode(raw).type if is_map else _KIND_OF_ARRAY.decode(raw)[0]
-    except (msgspec.MsgspecError, LookupError):
-        return None

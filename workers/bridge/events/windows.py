@@ -14,6 +14,7 @@ from itertools import repeat
 
 from app.core.events import Ends
 from app.core.types import SequenceHash, Tier
+from workers.bridge.events.block import Place, References, with_copy, without_copy
 from workers.bridge.events.events import (
     STATE_KINDS,
     WINDOW_KINDS,
@@ -22,7 +23,6 @@ from workers.bridge.events.events import (
     BlockStored,
     key_of,
 )
-from workers.bridge.events.references import Place, References, with_copy, without_copy
 
 ALL = 1 << 40
 """Of what precedes an end: more blocks than any prompt has."""

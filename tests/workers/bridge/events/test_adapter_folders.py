@@ -1,6 +1,6 @@
 """Blocks of an adapter that is loaded again, under its name, from another folder."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from app.core.types import TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, announced, chain_of, stored

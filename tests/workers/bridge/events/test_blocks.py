@@ -1,10 +1,10 @@
 """Events of external engines, and the blocks that the index shows for them."""
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from app.core.errors import InvalidRequest

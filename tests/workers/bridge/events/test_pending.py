@@ -1,8 +1,7 @@
 """Events that arrive before those that they build on."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored

@@ -6,12 +6,12 @@ tests/data/README.md says how the recordings were made.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from tests.workers.kv.cache_model import CacheModel

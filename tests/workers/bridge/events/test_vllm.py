@@ -1,9 +1,8 @@
 """Batches of events, in the bytes that engines publish and in those that would be a mistake."""
 
-from dataclasses import fields
-
 import msgspec
 import pytest
+from msgspec.structs import fields
 
 from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from workers.bridge.events.vllm import WireError, decode, encode

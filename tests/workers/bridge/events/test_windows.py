@@ -1,12 +1,12 @@
 """Events of groups with sliding windows or recurrent states, and the blocks that are shown then."""
 
-from dataclasses import replace
 from itertools import groupby
 from math import lcm
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.core.events import Ends
 from app.core.overlaps import Resume
@@ -32,7 +32,7 @@ def stored(names, group, parent=None, *, start=0, kind=None, seen=SEEN, medium="
         parent,
         TOKENS[start * SIZE : (start + len(names)) * SIZE],
         SIZE,
-        medium,
+        medium=medium,
         group_idx=group,
         kv_cache_spec_kind=kind,
         kv_cache_spec_sliding_window=seen if kind.startswith("sliding") else None,

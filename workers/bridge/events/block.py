@@ -1,0 +1,62 @@
+"""A block of an engine, and its copies in each tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from app.core.types import SequenceHash, Tier
+
+Place = tuple[Tier, int | None]
+"""A tier, and a group of the engine's layers."""
+References = tuple[tuple[Place, int], ...]
+"""Number of copies of a block that were announced in each place."""
+
+
+def with_copy(references: References, place: Place, *, copies: bool) -> References:
+    """Returns `references` with one more in `place`; with one at most there unless `copies`."""
+    if not copies and any(held == place for held, _ in references):
+        return references
+    return _counted(references, place, 1)
+
+
+def without_copy(references: References, place: Place, left: int | None) -> References:
+    """Returns `references` with `left` in `place`, or one less if None, or as they are if there is
+    none."""
+    before = dict(references).get(place, 0)
+    return _counted(references, place, -1 if left is None else left - before)
+
+
+# Cached, so that blocks share them: a Counter for each would take as much as all the rest.
+@lru_cache(maxsize=4096)
+def _counted(references: References, place: Place, change: int) -> References:
+    counts = dict(references)
+    counts[place] = counts.get(place, 0) + change
+    if counts[place] < 0:
+        return references
+    return tuple((held, count) for held, count in counts.items() if count)
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of the engine: one or more of ours, and what its children inherit.
+
+    tokens: XXH3_64 of the block's tokens. folder: where its adapter was loaded from; None: that is
+    known only after the next look. hidden: no request finds the block, as its adapter has been
+    loaded from another folder since.
+    """
+
+    blocks: tuple[SequenceHash, ...]
+    parent: SequenceHash | None
+    tokens: int
+    lora_name: str | None
+    cache_salt: str | None
+    references: References = ()
+    folder: str | None = None
+    hidden: bool = False
+
+    def lies_in(self, tier: Tier) -> bool:
+        return any(held is tier for (held, _), _ in self.references)
+
+    def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
+        return self.tokens == tokens and self.parent == parent
