@@ -35,7 +35,7 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path):
         namespace = "chat"
         wait-queue = 64
         gap-timeout-s = 2.5
-        session-ttl-s = 60
+        wait-timeout-s = 60
         migrate = true
         no-auth = true
         tenant-weights = "a=4"
@@ -45,7 +45,7 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path):
         namespace="chat",
         wait_queue=64,
         gap_timeout_s=2.5,
-        session_ttl_s=60.0,
+        wait_timeout_s=60.0,
         migrate=True,
         no_auth=True,
         tenant_weights="a=4",

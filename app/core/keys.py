@@ -232,7 +232,7 @@ KEYSPACE = (
         "hash",
         "session → `<inc> <when, ms>`: where it last went, and when",
         ("remember",),
-        "`--session-ttl-s` later, or there are too many",
+        "600 s later, or there are too many",
     ),
     Key(
         "metrics",

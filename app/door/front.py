@@ -46,7 +46,6 @@ class FrontDoor:
             routers,
             parse_aliases(settings.model_alias),
             parse_sharing(settings.namespace_weights),
-            settings.session_ttl_s,
         )
         self.tracing = tracing
         self.settings = settings
@@ -63,7 +62,6 @@ class FrontDoor:
             log,
             self._last_errors,
             self.apart,
-            settings.usage_labels,
         )
         self._task_failures = routers.own.telemetry.task_failures
         self.keep_workers = self._outcomes.keep_workers

@@ -34,6 +34,8 @@ SECONDS = (
     300.0,
     600.0,
 )
+MAX_KEYS = 64
+"""Names of keys that metrics tell apart."""
 _FEW_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
@@ -149,7 +151,7 @@ class _Metrics(Table):
         "key_requests",
         "Requests that have ended, by the key that they came with, else by their tenant, else as "
         "`anonymous`, and by how they ended: ok, engine, cut, left_before, left_after, unfit, "
-        "refused. Past --usage-labels names, new ones are `other`.",
+        "refused. Past 64 names, new ones are `other`.",
         "key",
         "ended",
     )
@@ -191,9 +193,7 @@ class Outcomes:
         log: AccessLog,
         last_errors: LastErrors,
         apart: Callable[[], Mapping[str, bool]] = dict,
-        max_names: int = 0,
     ) -> None:
-        """max_names: of keys that metrics tell apart."""
         self.alarm = Alarm()
         self._log = log
         self._last_errors = last_errors
@@ -220,7 +220,6 @@ class Outcomes:
         self._worker_output = Children(metrics.worker_output)
         self._worker_sources = Children(metrics.worker_sources)
         self._first_token = Children(metrics.first_token)
-        self._max_names = max_names
         self._names = set[str]()
         self._key_requests = Children(metrics.key_requests, math.inf)
         self._key_tokens = Children(metrics.key_tokens, math.inf)
@@ -257,7 +256,7 @@ class Outcomes:
     def _count_key(self, name: str, used: Used, kind: Kind) -> str:
         """Returns the name under which the key is counted."""
         if name not in self._names:
-            if len(self._names) >= self._max_names:
+            if len(self._names) >= MAX_KEYS:
                 name = OTHER
             self._names.add(name)
         self._key_requests[name, kind].value += 1

@@ -91,8 +91,7 @@ class ServedName:
 class Models:
     """Follows what workers announce, while `run` runs.
 
-    aliases: other names for models. groups: namespaces that share their names. session_ttl_s: how
-    long a session that does not come is kept in mind.
+    aliases: other names for models. groups: namespaces that share their names.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Models:
         routers: Routers,
         aliases: Mapping[str, str],
         groups: Groups,
-        session_ttl_s: float,
     ) -> None:
         self.aliases = aliases
         self.groups = groups
@@ -115,7 +113,7 @@ class Models:
         """All names that the directory has, and those that workers had since it has changed."""
         self._seen: object = None
         """What all that was made of."""
-        self._sessions = SessionPlaces(routers, session_ttl_s)
+        self._sessions = SessionPlaces(routers)
 
     def adopt(self, aliases: Mapping[str, str], groups: Groups) -> None:
         """Go by these from now on."""

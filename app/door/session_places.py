@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
+from app.router.history import SESSION_TTL_S
 from app.router.routers import Routers
 from app.state import sessions
 from app.state.scripts import ScriptRunner
@@ -30,16 +31,15 @@ class SessionPlaces:
     trip for the first request of each session, and only where several namespaces serve its model.
     """
 
-    def __init__(self, routers: Routers, ttl_s: float) -> None:
+    def __init__(self, routers: Routers) -> None:
         self._routers = routers
-        self._ttl_s = ttl_s
         self._places: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Session -> its namespace, and when it was last there, monotonic seconds."""
 
     async def find(self, session: str, namespaces: Collection[str]) -> str | None:
         """Where it was last, of these; None: that is not known, or too long ago."""
         place, at_s = self._places.get(session, ("", 0.0))
-        if place in namespaces and time.monotonic() - at_s < self._ttl_s:
+        if place in namespaces and time.monotonic() - at_s < SESSION_TTL_S:
             return place
         own = self._routers.own
         calls = [sessions.recall(Keyspace(name), [session]) for name in namespaces]
@@ -47,7 +47,7 @@ class SessionPlaces:
             visits = await ScriptRunner(own.redis, TIMEOUT_S).run(calls)
         except RedisUnavailable:
             return None
-        oldest_ms = (own.fleet.redis_now_ms or 0) - 1000 * self._ttl_s
+        oldest_ms = (own.fleet.redis_now_ms or 0) - 1000 * SESSION_TTL_S
         latest = [
             (visit.at_ms, name)
             for name, (visit,) in zip(namespaces, visits, strict=True)

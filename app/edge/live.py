@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 LIVE = frozenset(
     {
         *("api_key", "api_key_file", "metrics_key", "log_level", "show_decision", "stalled_s"),
-        *("max_request_bytes", "max_body_bytes", "max_prompt_tokens", "model_alias"),
+        *("max_request_bytes", "max_prompt_tokens", "model_alias"),
         "namespace_weights",
     }
 )

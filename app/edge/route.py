@@ -18,7 +18,7 @@ async def find_best_worker(client: Client) -> None:
     """Say where a prompt would be routed now, without reserving anything."""
     replica = client.replica
     settings = replica.settings
-    raw = await client.read(settings.max_body_bytes, "--max-body-bytes")
+    raw = await client.read(settings.max_request_bytes, "--max-request-bytes")
     body, _ = await replica.bodies.read(
         schemas.FindBestWorker, raw, replica.block_size, client.holder
     )
@@ -43,7 +43,7 @@ async def route(client: Client) -> None:
     replica, headers = client.replica, client.raw_headers
     router, settings = replica.router, replica.settings
     came_ms = router.fleet.redis_now_ms
-    raw = await client.read(settings.max_body_bytes, "--max-body-bytes")
+    raw = await client.read(settings.max_request_bytes, "--max-request-bytes")
     options: schemas.RouteOptions
     if headers.get(b"content-type", b"").lower().startswith(RAW_TOKENS):
         # Reading even an empty query takes longer than looking whether there is one.

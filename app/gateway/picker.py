@@ -34,6 +34,8 @@ from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
 from app.policy.decision import Decision
 
 MAX_LOOKED_AT = 16
+MAX_FALLBACKS = 2
+"""Further workers that a gateway is told, for a request that does not reach its own."""
 """Workers of which the least loaded are those to fall back to."""
 MOVED_WITHIN_S = 0.5
 UNREACHED = Failure(blame.UNREACHABLE, Suspects.WORKER, most_s=SOON_S)
@@ -51,7 +53,6 @@ class GatewayCarriage:
         self,
         gateway: GatewayRequest,
         endpoints: Endpoints,
-        num_fallbacks: int,
         send_ids: bool,
         obey_test_header: bool,
         door: Door,
@@ -63,7 +64,6 @@ class GatewayCarriage:
     ) -> None:
         self._gateway = gateway
         self._endpoints = endpoints
-        self._num_fallbacks = num_fallbacks
         self._obey_test_header = obey_test_header
         self._door = door
         self._life = life
@@ -151,7 +151,7 @@ class GatewayCarriage:
         """Endpoints of some of the least loaded other workers, which take the same request."""
         life, chosen = self._life, decision.worker
         view = life.admitted.model.router.fleet.last_view
-        if view is None or not self._num_fallbacks or len(self._at) < 2:
+        if view is None or len(self._at) < 2:
             return []
         excluded = life.admitted.request.exclude
 
@@ -168,7 +168,7 @@ class GatewayCarriage:
         fitting = [at for at, info in enumerate(view.infos) if may_be(info)]
         some = random.sample(fitting, min(len(fitting), MAX_LOOKED_AT))
         some.sort(key=view.total)
-        return [self._at[view.infos[at].key] for at in some[: self._num_fallbacks]]
+        return [self._at[view.infos[at].key] for at in some[:MAX_FALLBACKS]]
 
     def _changes(self, worker: WorkerInfo) -> tuple[Headers, list[bytes]]:
         """Headers that are set for the engine, and names of those that do not go on."""

@@ -134,7 +134,6 @@ class Processor:
             GatewayCarriage,
             gateway,
             self._endpoints,
-            settings.fallbacks,
             settings.send_ids,
             settings.obey_test_header,
         )

@@ -297,7 +297,7 @@ class Planner:
 
     async def _ordered(self, order: Awaitable[None]) -> bool:
         """Give an order within what is left of the lease; False: it failed."""
-        left_s = min(self._lease.left_s - MARGIN_S, self._settings.connector_timeout_s)
+        left_s = self._lease.left_s - MARGIN_S
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 await order

@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 MAX_UNWRITTEN = 1024
 """Beyond this many of each kind, the oldest are lost."""
 RECORD_PAUSE_S = 0.05
+MAX_PREDICTIONS = 262_144
+"""Routed blocks recorded in each shard; beyond, the oldest fifth is dropped."""
+SESSION_TTL_S = 600.0
+"""How long the worker is remembered to which a session last went."""
 
 
 class History:
@@ -41,12 +45,11 @@ class History:
     def __init__(self, replica: Replica) -> None:
         settings = replica.settings
         self.predictions = predictions.PredictionSettings(
-            settings.prediction_ttl_s, settings.prediction_entries
+            settings.prediction_ttl_s, MAX_PREDICTIONS
         )
         self._replica = replica
         self._reservation_ttl_ms = round(settings.reservation_ttl_s * 1000)
         self._session_affinity = settings.session_affinity
-        self._session_ttl_ms = round(settings.session_ttl_s * 1000)
         self._unwritten: deque[Call[int]] = deque(maxlen=MAX_UNWRITTEN)
         self._has_unwritten = asyncio.Event()
         self._decisions_kept = settings.decisions_kept
@@ -72,7 +75,7 @@ class History:
         """Have each query know where the first of what it follows is, if that visit was not too
         long ago. visits: as `recall` returns them."""
         came = iter(visits)
-        oldest_ms = now_ms - self._session_ttl_ms
+        oldest_ms = now_ms - round(1000 * SESSION_TTL_S)
         for query in queries:
             request = query.request
             names = self._followed(request)
@@ -147,7 +150,7 @@ class History:
             about = (holder, request.chain, self._long_blocks, plan.view.now_ms + ttl_ms, ttl_ms)
             for call in in_flight.compute(keyspace, alike, attempt, *about):
                 self._write(call)
-        ttl_ms = self._session_ttl_ms
+        ttl_ms = round(1000 * SESSION_TTL_S)
         names = [request.session] if request.session else []
         if request.is_blind:
             names += marks_of(request.trail)

@@ -197,7 +197,7 @@ class Attack:
 
     async def send_largest(self):
         """Bodies as large as a router takes."""
-        for name, body in hostile_bodies(RouterSettings().max_body_bytes):
+        for name, body in hostile_bodies(RouterSettings().max_request_bytes):
             for target in self.targets:
                 path = sorted(target.surface.bodies)[-1]
                 sent = Hostile((request("POST", path, body),), kind="largest")

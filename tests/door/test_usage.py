@@ -155,11 +155,16 @@ async def test_what_redis_did_not_answer_is_told_again_and_counts_once(own_redis
         assert await eventually(requests, lambda number: number >= 12) == 12
 
 
-async def test_an_operator_sees_who_used_what_and_others_do_not(one_redis_server, redis, tmp_path):
+async def test_an_operator_sees_who_used_what_and_others_do_not(
+    one_redis_server, redis, tmp_path, monkeypatch
+):
     file = tmp_path / "keys"
     file.write_text(KEY_FILE)
-    settings = {"api_key_file": str(file), "usage_labels": 1}
-    async with sick_worker(redis, "a"), replica(one_redis_server.url, **settings) as door:
+    monkeypatch.setattr("app.door.metrics.MAX_KEYS", 1)
+    async with (
+        sick_worker(redis, "a"),
+        replica(one_redis_server.url, api_key_file=str(file)) as door,
+    ):
         door.headers.update(bearer("o"))
         await until_serving(door, 1)
         for key, count in (("a", 2), ("b", 1)):

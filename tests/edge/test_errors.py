@@ -200,14 +200,16 @@ async def test_a_long_value_or_name_is_shortened_in_the_message(body, shown, cli
     assert len(message) < 250
 
 
-OVER = "body: over 64 bytes: see --max-body-bytes"
+OVER = "body: over 64 bytes: see --max-request-bytes"
 
 
 class TestLimits:
     @pytest.fixture
     async def small(self, one_redis_server, replica):
         """Accepts prompts of up to 8 tokens, and bodies of up to 64 bytes."""
-        async with replica(one_redis_server.url, max_prompt_tokens=8, max_body_bytes=64) as client:
+        async with replica(
+            one_redis_server.url, max_prompt_tokens=8, max_request_bytes=64
+        ) as client:
             yield client
 
     async def test_a_prompt_of_the_longest_length_allowed_is_accepted(self, small, one):

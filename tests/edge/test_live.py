@@ -27,11 +27,11 @@ def _same_log_level_afterwards():
 def test_what_may_change_counts_at_once_and_the_rest_is_named(caplog):
     replica = create_app(RouterSettings(api_key="old")).replica
     new = RouterSettings(
-        api_key="new", max_body_bytes=7, max_prompt_tokens=8, log_level="debug", wait_queue=3
+        api_key="new", max_request_bytes=7, max_prompt_tokens=8, log_level="debug", wait_queue=3
     )
     LiveSettings(replica, "file", lambda: new).reload()
     assert replica.settings == RouterSettings(
-        api_key="new", max_body_bytes=7, max_prompt_tokens=8, log_level="debug"
+        api_key="new", max_request_bytes=7, max_prompt_tokens=8, log_level="debug"
     )
     assert replica.keys.check("/v1/models", [(b"x-api-key", b"new")]) == "api-key"
     assert replica.bodies.max_tokens == replica.door.settings.max_prompt_tokens == 8
@@ -94,13 +94,13 @@ TOO_DEEP = "a = " + "[" * 50_000 + "]" * 50_000
 @pytest.mark.parametrize("by_signal", [True, False], ids=["SIGHUP", "by itself"])
 async def test_a_router_reads_its_file_again(one_redis_server, tmp_path, by_signal):
     file = tmp_path / "kvroute.toml"
-    file.write_text("api-key = 'old'\nmax-body-bytes = 5")
+    file.write_text("api-key = 'old'\nmax-request-bytes = 5")
     process = Process(
         "router",
         f"--config={file}",
         f"--redis-url={one_redis_server.url}",
         "--port=0",
-        "--max-body-bytes=9",
+        "--max-request-bytes=9",
     )
     try:
         async with httpx.AsyncClient(base_url=process.url, timeout=30.0) as client:
@@ -120,7 +120,7 @@ async def test_a_router_reads_its_file_again(one_redis_server, tmp_path, by_sign
                 return 'kvroute_files_refused{what="settings"} 1.0' in text
 
             await eventually(is_refused)
-            file.write_text("api-key = 'new'\nmax-body-bytes = 99")
+            file.write_text("api-key = 'new'\nmax-request-bytes = 99")
             if by_signal:
                 process.popen.send_signal(signal.SIGHUP)
             await eventually(lambda: status("new", "x"), lambda status: status == 422)

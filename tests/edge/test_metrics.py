@@ -125,7 +125,7 @@ async def test_a_refused_body_does_not_count_as_a_decision(client, two):
 async def test_invalid_requests_are_counted_by_the_code_of_their_error(
     one_redis_server, replica, two
 ):
-    async with replica(one_redis_server.url, max_body_bytes=64) as client:
+    async with replica(one_redis_server.url, max_request_bytes=64) as client:
         await route(client, polcy="logit")
         await client.post("/v1/route", content=b"{")
         await client.post("/v1/route", json={"token_ids": []})

@@ -43,12 +43,6 @@ async def test_a_request_goes_to_one_worker_with_the_other_to_fall_back_to(redis
         await gateway.until_reserved()
 
 
-async def test_a_gateway_that_tries_once_is_told_of_one_worker(redis, one_redis_server):
-    async with fleet(redis, one_redis_server.url, fallbacks=0) as gateway:
-        _, told = await gateway.asks(ASKS)
-        assert told.endpoints in (FIRST, SECOND)
-
-
 async def test_the_body_goes_on_and_its_length_is_right(redis, one_redis_server):
     body = orjson.dumps(ASKS | {"user": "x" * 150_000})
     async with fleet(redis, one_redis_server.url) as gateway:

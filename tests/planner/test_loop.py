@@ -49,7 +49,6 @@ SETTINGS = PlannerSettings(
     max_workers=3,
     grace_intervals=1,
     lease_s=30.0,  # an order ends with it, and an agent's start takes long on a busy machine
-    connector_timeout_s=20.0,
 )
 
 

@@ -93,7 +93,7 @@ class DoorSettings(CommonSettings):
     )
     max_request_bytes: int = setting(
         16 * 1024 * 1024,
-        "Larger bodies of OpenAI clients are refused (413).",
+        "Larger bodies of requests are refused (413).",
         POSITIVE,
         heading="Limits",
     )
@@ -149,11 +149,6 @@ class DoorSettings(CommonSettings):
     )
     usage_days: int = setting(
         35, "For how many days Redis keeps what each key has used.", Integers(1, 3660)
-    )
-    usage_labels: int = setting(
-        64,
-        "How many keys metrics tell apart; what others use is counted as of `other`.",
-        Integers(0, 10_000),
     )
     log_identities: str = setting(
         "plain",

@@ -102,9 +102,6 @@ class PlannerSettings(CommonSettings):
         "Seconds after which another planner takes over from one that is silent.",
         Real(1, 3600),
     )
-    connector_timeout_s: float = setting(
-        8.0, "Deadline in seconds for ordering a change of the fleet.", POSITIVE_SECONDS
-    )
     exec_command: str = setting(
         "",
         "Connector exec: the command that is run, with a JSON object on its standard input.",

@@ -62,12 +62,6 @@ class RouterSettings(DoorSettings):
         POSITIVE_SECONDS,
         heading="What workers cache",
     )
-    prediction_entries: int = setting(
-        262_144,
-        "Maximum number of routed blocks recorded in each shard; past it, the oldest fifth is "
-        "dropped.",
-        POSITIVE,
-    )
     decisions_kept: int = setting(
         8192,
         "Decisions kept in Redis for `kvroute explain`, `whatif` and `inspect usage`; 0: none.",
@@ -131,11 +125,6 @@ class RouterSettings(DoorSettings):
         heading="Sessions",
         often=True,
     )
-    session_ttl_s: float = setting(
-        600.0,
-        "How long to remember which worker a session last went to.",
-        POSITIVE_SECONDS,
-    )
     strict_roles: bool = setting(
         False,
         "Workers with the role decode compute no prompts, not even where that is the quickest.",
@@ -148,10 +137,9 @@ class RouterSettings(DoorSettings):
         "not say: as its engine is set. So long at least they count.",
         POSITIVE_SECONDS,
     )
-    max_body_bytes: int = setting(
-        8 * 1024 * 1024, "Larger request bodies are refused (413).", POSITIVE, heading="Limits"
+    max_prompt_tokens: int = setting(
+        1_048_576, "Longer prompts are refused (422).", POSITIVE, heading="Limits"
     )
-    max_prompt_tokens: int = setting(1_048_576, "Longer prompts are refused (422).", POSITIVE)
     shared_fd: int | None = setting(
         None,
         "An inherited listening socket to serve as well, shared with other replicas.",
@@ -189,13 +177,6 @@ class PickerSettings(RouterSettings):
         "them again.",
         bool,
         heading="Gateway",
-        often=True,
-    )
-    fallbacks: int = setting(
-        2,
-        "Further workers that a gateway is told, in turn, for a request that does not reach its "
-        "own.",
-        Integers(0, 15),
         often=True,
     )
     obey_test_header: bool = setting(

@@ -28,7 +28,7 @@ from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, Tier
 from app.ops import namespaces, verify
 from app.policy.decision import RouteRequest
-from app.router import maintenance
+from app.router import history, maintenance
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router
@@ -185,7 +185,6 @@ class Cluster:
             seed=7,
             reservation_ttl_s=1.0,
             prediction_ttl_s=2.0,
-            prediction_entries=PREDICTIONS,
             decisions_kept=DECISIONS,
         )
         self.fleet = Fleet(redis, KEYS, TIMEOUT_S)
@@ -372,6 +371,7 @@ def short_grace(monkeypatch):
 async def test_memory_does_not_grow_at_constant_occupancy(one_redis_server, monkeypatch):
     # A short stream, which fills as soon as the caches do.
     monkeypatch.setattr(agents, "METRICS_MAXLEN", FEW_METRICS)
+    monkeypatch.setattr(history, "MAX_PREDICTIONS", PREDICTIONS)
     monkeypatch.setattr(keys, "METRICS_INTERVAL_S", 0.02)
     async with connect(one_redis_server.url) as redis, only_data_uses_memory(redis):
         await soak(redis, 3.0, turnovers=2, metrics_maxlen=FEW_METRICS)
