@@ -293,7 +293,7 @@ def test_the_console_and_the_doctor_go_by_the_same_thresholds():
         assert one.remedy
     assert f'outcome=~"{matching(*NEVER_CAME)}"' in alerts["KvrouteSlowFirstTokens"]
     assert alerts["KvrouteDiscoveryStale"].endswith(f"> {STALE_S:g}")
-    text = (ROOT / "app/ops/checks.py").read_text()
+    text = "".join((ROOT / "app/ops" / n).read_text() for n in ("checks.py", "worker_checks.py"))
     assert all(f'"{check}"' in text for check in ELSEWHERE.values())
     # What only Prometheus can see of a replica or an engine is told there by its own log.
     only = {"KvrouteNoKeyLeft", "KvrouteFilesRefused", "KvrouteTaskFails", "KvrouteCopiesFail"}

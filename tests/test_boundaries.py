@@ -192,7 +192,7 @@ CHAINS = [
             WEB
             | {"aiohttp", "torch"}
             | beyond("core", "policy", "state", "router", "http", "options", "ops", "console"),
-            without=frozenset({"app.console.page", "app.console.routes", "app.console.schemas"}),
+            without=frozenset({"app.console.page", "app.console.routes"}),
         ),
     ],
     [

@@ -65,7 +65,7 @@ CONCEPTS = {
     "load columns": "app/state/columns.py",
     "carried reports": "app/router/carried.py",
     "transfer over TCP": "workers/kv/transfer/tcp.py",
-    "doctor's transfer check": "app/ops/transfer_checks.py",
+    "doctor's transfer check": "app/ops/worker_checks.py",
 }
 """What strangers were asked to find, by what they were told. Behind a colon: the name that they
 have to know. Nothing limits how often a client asks, so no file is named after that."""

@@ -1,4 +1,4 @@
-"""What the console of one replica shows, from what it knows and what Redis has."""
+"""The console of one replica: answers made of what the replica knows and what Redis has."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from app.console import findings, history, roster
+from app.console import answers, history, overview, roster
+from app.console.answers import table
 from app.console.history import Curves
 from app.console.kept import CachedAnswer, KeptAnswers
-from app.console.sampler import Sampler, short
+from app.console.sampler import Sampler
 from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.key_rules import KeyRules
 from app.core.keys import Keyspace
-from app.core.outcomes import Kind
 from app.core.types import Incarnation
 from app.core.usage import Usage, added_up, tokens
-from app.core.verdicts import State
-from app.ops import checks, reuse
+from app.ops import checks, reuse, worker_checks
 from app.ops.conditions import holding
 from app.ops.drain import named
 from app.ops.explain import explanation, find
-from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together, share, trouble
+from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together
 from app.ops.names import names_of
 from app.ops.prefixes import usages
 from app.ops.usage import as_dict, by_hour
@@ -45,16 +44,14 @@ FOLLOW_S = 0.25
 SERVER_S = 5.0
 CHECKS_S = 15.0
 ERRORS_S = 1.0
-"""How long what is known of Redis, what its checks found, and the last errors are kept."""
 LATE_MS = 2000
-"""Loads are looked up four times a second."""
+"""Age from which loads, which are looked up four times a second, say that Redis is away."""
 MAX_ROWS = 200
 MAX_ERRORS = 20
 ERROR_COLUMNS = (
     *("last_ms", "first_ms", "requests", "model", "worker", "cause", "words", "request_id"),
 )
 WORKERS_DECISIONS = 20
-MODEL_WORK = ("output", "retries", "migrations", "sources")
 LEVELS = {
     "lost": "bad",
     "ill": "bad",
@@ -63,19 +60,15 @@ LEVELS = {
     "replica_lost": "warn",
     "redis_away": "bad",
 }
-"""Of events; all others are information."""
-REPLICA_COLUMNS = (
-    *("replica", "address", "age_s", "uptime_s", "version", "decisions_per_s", "decision_p99_s"),
-    *("redis_p99_s", "waiting", "degraded_per_s", "this"),
-)
+"""Level of each kind of event that is more than information."""
 
 
 class Console:
-    """Answers, while `run` runs.
+    """Answers while `run` runs; all that ask Redis raise RedisUnavailable.
 
     replica: a name that no other one has. address: where it listens, for people.
-    namespace_weights: the setting, as it is now.
-    apart: see Sampler. key_rules: tells of each key its limits.
+    namespace_weights: returns the setting as it is now. apart: returns for each model whether its
+    tokenizer differs from its engines'. key_rules: returns the limits of each key.
     """
 
     def __init__(
@@ -112,8 +105,7 @@ class Console:
         await self._sampler.run()
 
     async def _view(self) -> View | None:
-        """The workers as they were a moment ago; None: there has never been one. Raises
-        RedisUnavailable."""
+        """Returns the workers as they were a moment ago, or None if there has never been one."""
         view, now_ms = self._router.fleet.last_view, self._router.fleet.redis_now_ms
         if view is None:
             with suppress(NamespaceMissing):
@@ -123,12 +115,11 @@ class Console:
             raise RedisUnavailable(f"Redis last told of workers {age_s:.0f} s ago")
         return view
 
-    async def overview(self) -> dict[str, Any]:
-        """All at a glance. Raises RedisUnavailable."""
+    async def overview(self) -> answers.Overview:
         view = await self._view()
         now_ms, said = await replicas.read(self._redis, self._keyspace)
         there = {
-            name: (at_ms, figures)
+            name: (now_ms - at_ms, figures)
             for name, (at_ms, figures) in sorted(said.items())
             if now_ms - at_ms <= replicas.SPOKE_MS
         }
@@ -138,47 +129,22 @@ class Console:
             "namespace": self._router.namespace,
             "version": self._version,
             "window_s": WINDOW_S,
-            "tiles": _tiles(together, view),
-            "replicas": {
-                "columns": REPLICA_COLUMNS,
-                "rows": [
-                    self._replica_row(name, now_ms - at_ms, figures)
-                    for name, (at_ms, figures) in there.items()
-                ],
-            },
+            "tiles": overview.tiles(together, view),
+            "replicas": overview.replicas_table(there, self._replica),
             "redis": await self._server.now(),
-            "models": _models(together, view),
+            "models": overview.models_table(together, view),
             "errors": await self._errors(),
             "localities": together.localities(),
             "localities_window_s": LONG_WINDOW_S,
-            "findings": findings.shown(results, holding(together)),
+            "findings": overview.findings(results, holding(together)),
         }
 
-    async def _errors(self, worker: str = "") -> dict[str, Any]:
+    async def _errors(self, worker: str = "") -> answers.Rows:
         errors = await self._last_errors.now()
         rows = [one.as_dict() for one in errors if worker in ("", one.error.worker)]
-        return {
-            "columns": ERROR_COLUMNS,
-            "rows": [[row[name] for name in ERROR_COLUMNS] for row in rows[:MAX_ERRORS]],
-        }
+        return table(ERROR_COLUMNS, rows[:MAX_ERRORS])
 
-    def _replica_row(self, name: str, age_ms: int, figures: dict[str, Any]) -> list[Any]:
-        alone = Together([figures])
-        return [
-            name,
-            figures.get("address"),
-            round(max(0, age_ms) / 1000),
-            figures.get("uptime_s"),
-            figures.get("version"),
-            short(alone.per_s["decisions:routed"]),
-            short(alone.quantile("decision", 0.99)),
-            short(alone.quantile("redis", 0.99)),
-            alone.gauges.get("waiting"),
-            short(alone.per_s["degraded"]),
-            name == self._replica,
-        ]
-
-    async def _ask_server(self) -> dict[str, Any]:
+    async def _ask_server(self) -> answers.RedisState:
         node = self._redis.node_of(self._keyspace["meta"]).client
         began_s = time.perf_counter()
         async with deadline(TIMEOUT_S):
@@ -205,12 +171,11 @@ class Console:
             names = await names_of(self._redis, self._router.namespace, view.infos)
             await self._followed.now()
             records = [entry.record for entry in reversed(self._tail.entries)]
-            results += findings.of_workers(view, self._router.namespace, names, records)
+            results += worker_checks.of_view(view, self._router.namespace, names, records)
         return results
 
-    async def workers(self) -> dict[str, Any]:
-        """All workers, as columns. Raises RedisUnavailable."""
-        return roster.table(await self._rows())
+    async def workers(self) -> answers.Rows:
+        return table(roster.COLUMNS, await self._rows())
 
     async def _rows(self) -> list[dict[str, Any]]:
         view = await self._view()
@@ -223,8 +188,8 @@ class Console:
         ended = Together(said.values()).workers
         return roster.with_endings(rows, ended, await self._last_errors.now())
 
-    async def worker(self, key: str) -> dict[str, Any] | None:
-        """One worker; None: there is none. Raises RedisUnavailable."""
+    async def worker(self, key: str) -> answers.WorkerShown | None:
+        """Returns one worker, or None if there is none."""
         row = next((row for row in await self._rows() if row["worker"] == key), None)
         if row is None:
             return None
@@ -246,48 +211,51 @@ class Console:
             "errors": await self._errors(key),
         }
 
-    async def decisions(self, after: str, limit: int, which: DecisionFilter) -> dict[str, Any]:
-        """The newest decisions, the newest first, or those that came `after` one. Raises
-        RedisUnavailable."""
+    async def decisions(
+        self, after: str, limit: int, which: DecisionFilter
+    ) -> answers.DecisionsShown:
+        """Returns the newest decisions that came `after` one."""
         await self._followed.now()
         newer = [e for e in reversed(self._tail.entries) if place(e.id) > place(after)]
         rows = [entry.row() for entry in newer if which.takes(entry.record)]
-        return {
-            "last": self._tail.entries[-1].id if self._tail.entries else after,
-            "missed": bool(after) and self._tail.lacks(after),
-            "columns": COLUMNS,
-            "rows": rows[:limit],
-        }
+        is_missed = bool(after) and self._tail.lacks(after)
+        return self._shown(rows[:limit], after, is_missed=is_missed)
 
-    async def decision(self, request_id: str) -> dict[str, Any] | None:
-        """The newest one about a request, in the form of `decisions`. Raises RedisUnavailable."""
+    async def decision(self, request_id: str) -> answers.DecisionsShown:
+        """Returns the newest decisions about a request."""
         await self._followed.now()
         rows = [e.row() for e in reversed(self._tail.entries) if e.record.request_id == request_id]
         if not rows:
             record = await find(self._redis, self._keyspace, request_id)
             if record is not None:
                 rows = [Entry(f"{record.at_ms}-0", record, record.seen is not None).row()]
-        last = self._tail.entries[-1].id if self._tail.entries else ""
-        return {"last": last, "missed": False, "columns": COLUMNS, "rows": rows}
+        return self._shown(rows, "", is_missed=False)
+
+    def _shown(
+        self, rows: list[list[Any]], after: str, *, is_missed: bool
+    ) -> answers.DecisionsShown:
+        last = self._tail.entries[-1].id if self._tail.entries else after
+        return {"last": last, "missed": is_missed, "columns": COLUMNS, "rows": rows}
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Why a request went where it went; None: no decision is kept. Raises RedisUnavailable."""
+        """Returns why a request went where it went, or None if no decision is kept."""
         record = await find(self._redis, self._keyspace, request_id)
         return None if record is None else explanation(record)
 
-    async def history(self, window_s: int) -> dict[str, Any]:
-        """Raises RedisUnavailable."""
+    async def history(self, window_s: int) -> answers.HistoryShown:
         now_ms = self._router.fleet.redis_now_ms or 0
         is_long = window_s > history.HOUR_S
         curves = self._day if is_long else self._hour
         samples = await curves.since(now_ms - 1000 * window_s)
         step_ms = replicas.MINUTE_MS if is_long else replicas.STEP_MS
         answer = history.shown(samples, step_ms // 1000)
-        return answer if is_long else answer | {"heat": history.heat(samples)}
+        if not is_long:
+            answer["heat"] = history.heat(samples)
+        return answer
 
-    async def drain(self, name: str, *, undo: bool) -> dict[str, Any] | None:
-        """Route nothing more to a worker, or again; None: there is none. Raises
-        RedisUnavailable."""
+    async def drain(self, name: str, *, undo: bool) -> answers.Drained | None:
+        """Stop routing requests to a worker, or route them to it again. Returns None if there is
+        no such worker."""
         keys = await named(self._redis, self._keyspace, name)
         if not keys:
             return None
@@ -295,39 +263,43 @@ class Console:
         left = await ScriptRunner(self._redis, TIMEOUT_S).run(calls)
         return {"worker": name, "draining": not undo, "left": sum(filter(None, left))}
 
-    async def events(self, after: str, limit: int) -> dict[str, Any]:
-        """What happened, the newest first. Raises RedisUnavailable."""
+    async def events(self, after: str, limit: int) -> answers.EventsShown:
         page = await events.read(self._redis, self._keyspace, after, limit)
         return {
             "last": page[0].id if page else after,
             "events": [
-                event._asdict() | {"level": LEVELS.get(event.kind, "info")} for event in page
+                {
+                    "id": event.id,
+                    "at_ms": event.at_ms,
+                    "kind": event.kind,
+                    "subject": event.subject,
+                    "text": event.text,
+                    "level": LEVELS.get(event.kind, "info"),
+                }
+                for event in page
             ],
         }
 
-    async def reuse(self) -> dict[str, Any]:
-        """Where reuse is lost, by model; "": all of them. Raises RedisUnavailable."""
+    async def reuse(self) -> reuse.ReuseShown:
         return reuse.together((await replicas.present(self._redis, self._keyspace)).values())
 
-    async def usage(self) -> dict[str, Any]:
-        """What keys have used in the last day. Raises RedisUnavailable."""
+    async def usage(self) -> answers.Rows:
+        """Returns what keys have used in the last day, by hours."""
         hours = await by_hour(self._redis, self._keyspace, DAY_H)
         recent = added_up(chain(*hours[-2:]), "key")
         by_key = [added_up(rows, "key") for rows in hours]
-        return {
-            "columns": ("key", "recent", *USAGE_COLUMNS, "hours"),
-            "rows": [
-                [
-                    *(name, recent.get(name, Usage()).requests),
-                    *map(as_dict(one).get, USAGE_COLUMNS),
-                    [tokens(hour.get(name, Usage())) for hour in by_key],
-                ]
-                for name, one in added_up(chain(*hours), "key").items()
-            ][:MAX_ROWS],
-        }
+        rows = [
+            as_dict(one)
+            | {
+                "key": name,
+                "recent": recent.get(name, Usage()).requests,
+                "hours": [tokens(hour.get(name, Usage())) for hour in by_key],
+            }
+            for name, one in added_up(chain(*hours), "key").items()
+        ]
+        return table(("key", "recent", *USAGE_COLUMNS, "hours"), rows[:MAX_ROWS])
 
-    async def waiting(self) -> dict[str, Any]:
-        """Who waits for a worker, in the order of turns. Raises RedisUnavailable."""
+    async def waiting(self) -> answers.WaitingShown:
         waiting = await flows(self._redis, self._keyspace)
         return {
             "flows": {
@@ -352,35 +324,3 @@ class Console:
             for rules, by_name in zip(limited, used, strict=True)
             for name, (number, most) in by_name.items()
         ]
-
-
-def _models(together: Together, view: View | None) -> dict[str, Any]:
-    """How requests ended in the last minute, the models with most trouble first."""
-    models = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
-    queues = roster.queues_by_model(view) if view else {}
-    rows = [
-        [
-            *(name, *(round(counts[kind]) for kind in (*Kind, *MODEL_WORK))),
-            short(together.failed_share(counts, by_model=True)),
-            short(share(counts["ttft_s"], counts["ttft"])),
-            short(queues.get(name)),
-        ]
-        for name, counts in models[:MAX_ROWS]
-    ]
-    columns = ("model", *(k.value for k in Kind), *MODEL_WORK, "failed_share", "ttft_mean_s")
-    return {"columns": (*columns, "queue_s"), "rows": rows}
-
-
-def _tiles(together: Together, view: View | None) -> dict[str, float | None]:
-    paused = [view.verdict(inc).state for inc in view.paused] if view else []
-    draining = paused.count(State.DRAINING)
-    queues = [load.queue_s(view.now_ms) for load in view.loads] if view else []
-    tiles = together.series() | {
-        "cached_share": together.cached_share(together.minute),
-        "predicted_share": together.predicted_share(together.minute),
-        "workers": float(len(queues)),
-        "draining": float(draining),
-        "paused": float(len(paused) - draining),
-        "queue_s": sum(queues) / len(queues) if queues else None,
-    }
-    return {name: short(value) for name, value in tiles.items()}

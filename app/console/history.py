@@ -1,4 +1,4 @@
-"""The curves of the last hour and day, and the heat map of queues."""
+"""Curves of the last hour and day, and the heat map of queues."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from app.console.answers import Heat, HistoryShown
 from app.console.kept import CachedAnswer
 from app.console.sampler import means, short
 from app.core.keys import Keyspace
@@ -15,11 +16,10 @@ from app.state.client import RedisClient
 
 FOLLOW_S = 1.0
 HOUR_S = 3600
-DAY_S = 86_400
 HEAT_COLUMNS = 60
 HEAT_WORKERS = 100
 Sample = tuple[int, dict[str, Any]]
-"""When its step began, in ms, and its values."""
+"""A step's beginning, in ms, and its values."""
 
 
 class Curves:
@@ -32,7 +32,6 @@ class Curves:
         self._samples: deque[Sample] = deque(
             maxlen=replicas.MINUTES_KEPT if minute else replicas.KEPT
         )
-
         self._followed = CachedAnswer(self._follow, FOLLOW_S)
 
     async def _follow(self) -> None:
@@ -42,13 +41,13 @@ class Curves:
         )
 
     async def since(self, at_ms: int) -> list[Sample]:
-        """Those that are not older. Raises RedisUnavailable."""
+        """Returns the samples that are not older. Raises RedisUnavailable."""
         await self._followed.now()
         return [sample for sample in self._samples if sample[0] >= at_ms]
 
 
-def shown(samples: Sequence[Sample], step_s: int) -> dict[str, Any]:
-    """A column for each series; null: not known then."""
+def shown(samples: Sequence[Sample], step_s: int) -> HistoryShown:
+    """Returns a column for each series, with None where a value is not known."""
     names = list(dict.fromkeys(name for _, values in samples for name in values))
     return {
         "step_s": step_s,
@@ -61,9 +60,9 @@ def shown(samples: Sequence[Sample], step_s: int) -> dict[str, Any]:
     }
 
 
-def heat(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Mean seconds of queue by worker and time: at most HEAT_COLUMNS times, and the HEAT_WORKERS
-    with the longest."""
+def heat(samples: Sequence[Sample]) -> Heat:
+    """Returns the mean seconds of queue by worker and time: at most HEAT_COLUMNS times, and the
+    HEAT_WORKERS with the longest queues."""
     size = max(1, math.ceil(len(samples) / HEAT_COLUMNS))
     groups = [samples[at : at + size] for at in range(0, len(samples), size)]
     columns = [means(_queues(values) for _, values in group) for group in groups]
@@ -80,8 +79,8 @@ def heat(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def of_worker(samples: Iterable[Sample], worker: str) -> dict[str, Any]:
-    """Its queue over time."""
+def of_worker(samples: Iterable[Sample], worker: str) -> dict[str, list[float | None]]:
+    """Returns the queue of one worker over time."""
     points = [(at_ms // 1000, _queues(values).get(worker)) for at_ms, values in samples]
     return {"at_s": [at for at, _ in points], "queue_s": [_number(value) for _, value in points]}
 

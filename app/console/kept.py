@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-import orjson
-
 from app.core.errors import RedisUnavailable
 
 T = TypeVar("T")
@@ -23,7 +21,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """body: JSON. at_ms: by the Redis clock. stale: why it is not newer; "": it is new."""
+    """An answer's JSON. at_ms: Redis clock. stale: why it is not newer; "": it is new."""
 
     body: bytes
     etag: str
@@ -33,7 +31,7 @@ class KeptAnswer:
 
 
 class KeptAnswers:
-    """One answer for each question, made once at a time. Past MAX_KEPT, the oldest is forgotten."""
+    """Answers by question, each made once at a time. Past MAX_KEPT, the oldest is forgotten."""
 
     def __init__(self, now_ms: Callable[[], int | None]) -> None:
         self._now_ms = now_ms
@@ -41,12 +39,10 @@ class KeptAnswers:
         self._making: dict[str, CachedAnswer[KeptAnswer]] = {}
 
     async def of(
-        self, question: str, make: Callable[[], Awaitable[object]], kept_s: float = KEPT_S
+        self, question: str, make: Callable[[], Awaitable[bytes]], kept_s: float = KEPT_S
     ) -> KeptAnswer:
-        """The answer to a question, not older than `kept_s`; the last one while Redis is away.
-
-        Raises what `make` raises, and RedisUnavailable.
-        """
+        """Returns the answer to a question, not older than `kept_s`, or the last one while Redis
+        is away. Raises what `make` raises, and RedisUnavailable."""
         kept = self._answers.get(question)
         if kept is not None and time.monotonic() - kept.made_s < kept_s:
             return kept
@@ -60,15 +56,14 @@ class KeptAnswers:
                 raise
             return replace(kept, stale=str(error))
 
-    async def _make(self, question: str, make: Callable[[], Awaitable[object]]) -> KeptAnswer:
+    async def _make(self, question: str, make: Callable[[], Awaitable[bytes]]) -> KeptAnswer:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                value = await make()
+                body = await make()
         except TimeoutError:
             raise RedisUnavailable(f"no answer within {TIMEOUT_S:g} s") from None
         finally:
             del self._making[question]
-        body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
         etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
         made = KeptAnswer(body, etag, self._now_ms() or 0, time.monotonic())
         self._answers[question] = made
@@ -79,8 +74,8 @@ class KeptAnswers:
 
 
 class CachedAnswer(Generic[T]):
-    """What one question has as its answer, asked again at most every `for_s`, and once at a time
-    however many wait for it."""
+    """An answer that is asked for again at most every `for_s`, and once at a time however many
+    wait for it."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], for_s: float) -> None:
         self._ask = ask

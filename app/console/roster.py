@@ -93,15 +93,6 @@ def _about(view: View, inc: Incarnation, info: WorkerInfo) -> dict[str, Any]:
     }
 
 
-def queues_by_model(view: View) -> dict[str, float]:
-    """Mean seconds of prefill in line at the workers of each model."""
-    queues_of: dict[str, list[float]] = {}
-    for info, load in zip(view.infos, view.loads, strict=True):
-        for model in info.models:
-            queues_of.setdefault(model, []).append(load.queue_s(view.now_ms))
-    return {model: sum(queues) / len(queues) for model, queues in queues_of.items()}
-
-
 COLUMNS = (
     *("worker", "state", "since_s", "until_s", "cause", "witnesses"),
     *("queue_s", "requests", "max_requests", "decoding", "waiting", "kv_used"),
@@ -111,12 +102,6 @@ COLUMNS = (
     *("ok", "failed", "retried", "left_before", "output", "sources"),
     *("trouble", "last_error", "last_error_ms"),
 )
-
-
-def table(rows: list[dict[str, Any]], columns: tuple[str, ...] = COLUMNS) -> dict[str, Any]:
-    """Rows as lists: a thousand workers would repeat each name a thousand times. What is not known
-    is null."""
-    return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}
 
 
 def with_values(

@@ -1,15 +1,15 @@
-"""The paths below /console/api/, which the console's page asks."""
+"""Paths below /console/api/, which the console's page asks."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
-from pydantic import BaseModel
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
 
-from app.console import answers, schemas
+from app.console import answers
 from app.console.console import Console
 from app.console.kept import KEPT_S
 from app.console.page import SAFE
@@ -17,12 +17,54 @@ from app.console.tail import DecisionFilter
 from app.core.errors import cut
 from app.edge.client import Client
 from app.edge.origins import check_asked
+from app.edge.schemas import RequestId
 from app.edge.services import REQUEST_ID, Replica, body_of, errors
 from app.http.route import CLIENT
+from app.ops.reuse import ReuseShown
+from app.policy.locality import Locality
 
 MAX_BODY_BYTES = 64 * 1024
+DAY_S = 86_400
+WORKER = r"[\x21-\x7e]{1,200}"
+STREAM_ID = r"\d{1,15}(-\d{1,15})?"
+AFTER = "only what came after this one: `last` of an earlier answer"
+KEPT_LONGER_S = {"/console/api/history": 2.0, "/console/api/usage": 5.0}
+"""Seconds for which answers are kept that cost Redis more than others."""
 T = TypeVar("T")
-ROUTER = APIRouter(prefix="/console/api", responses=errors("4XX", 503))
+
+
+class KeptRoute(APIRoute):
+    """A path with an answer for each URL that is kept for a moment: see KeptAnswers."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        kept_s = KEPT_LONGER_S.get(self.path, KEPT_S)
+
+        async def kept(request: Request) -> Response:
+            async def make() -> bytes:
+                return bytes((await handler(request)).body)
+
+            console = await _console(request.app.replica)
+            question = f"{request.scope['path']}?{request.scope['query_string'].decode('latin-1')}"
+            answer = await console.answers.of(question, make, kept_s)
+            headers = {
+                **SAFE,
+                "content-type": "application/json",
+                "cache-control": "no-store",
+                "etag": answer.etag,
+                "x-kvroute-at-ms": str(answer.at_ms),
+            }
+            if answer.stale:
+                why = cut(answer.stale, 200).encode("ascii", "replace").decode()
+                headers["x-kvroute-stale"] = why.replace("\n", " ")
+            if request.headers.get("if-none-match") == answer.etag:
+                return Response(status_code=304, headers=headers)
+            return Response(answer.body, headers=headers)
+
+        return kept if "GET" in (self.methods or ()) else handler
+
+
+ROUTER = APIRouter(prefix="/console/api", responses=errors("4XX", 503), route_class=KeptRoute)
 
 
 async def _console(replica: Replica) -> Console:
@@ -31,7 +73,115 @@ async def _console(replica: Replica) -> Console:
     return replica.console
 
 
-async def _drain_asked(request: Request) -> schemas.DrainAsked:
+Here = Annotated[Console, Depends(_console)]
+
+
+class DecisionsQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = Field(default=None, pattern=f"^{STREAM_ID}$", description=AFTER)
+    limit: int = Field(default=100, ge=1, le=200)
+    reason: str | None = Field(
+        default=None, pattern=f"^({'|'.join(Locality)})$", description="only those of this locality"
+    )
+    worker: str | None = Field(default=None, pattern=f"^{WORKER}$", description="its id or key")
+    model: str | None = Field(default=None, max_length=1000)
+    tenant: str | None = Field(default=None, max_length=1000)
+    request_id: RequestId | None = Field(
+        default=None, description="the newest one about this request, of all that are kept"
+    )
+
+
+class EventsQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = Field(default=None, pattern=f"^{STREAM_ID}$", description=AFTER)
+    limit: int = Field(default=200, ge=1, le=1000)
+
+
+class HistoryQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    window_s: int = Field(default=3600, ge=60, le=DAY_S, description="how far back")
+
+
+class DrainBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    worker: str = Field(pattern=f"^{WORKER}$", description="its id, for all ranks, or its key")
+    undo: bool = Field(default=False, description="route requests to it again")
+
+
+@ROUTER.get("/overview")
+async def overview(console: Here) -> answers.Overview:
+    """Show rates, times, replicas, Redis, and what is wrong now, in words."""
+    return await console.overview()
+
+
+@ROUTER.get("/workers")
+async def workers(console: Here) -> answers.Rows:
+    """List all workers. One that is gone is shown for a minute."""
+    return await console.workers()
+
+
+@ROUTER.get("/workers/{key:any_text}")
+async def worker(console: Here, key: str) -> answers.WorkerShown:
+    """Show one worker: its queue over time, its most frequent prefixes and its last decisions."""
+    return await _found(console.worker(key), "worker", key)
+
+
+@ROUTER.get("/decisions")
+async def decisions(
+    console: Here, asked: Annotated[DecisionsQuery, Query()]
+) -> answers.DecisionsShown:
+    """List the newest decisions, or those about one request. Filters look through the last
+    thousand."""
+    if asked.request_id is not None:
+        return await console.decision(asked.request_id)
+    which = DecisionFilter(asked.reason, asked.worker, asked.model, asked.tenant)
+    return await console.decisions(asked.after or "", asked.limit, which)
+
+
+@ROUTER.get(f"/explain/{REQUEST_ID}")
+async def explain(console: Here, request_id: str) -> dict[str, Any]:
+    """Explain why a request went where it went, as `kvroute explain --json` does."""
+    return await _found(console.explain(request_id), "decision about", request_id)
+
+
+@ROUTER.get("/history")
+async def history(console: Here, asked: Annotated[HistoryQuery, Query()]) -> answers.HistoryShown:
+    """Show the last hour by steps of 5 s, or a longer time by minutes; and seconds of queue by
+    worker and time. All replicas answer alike."""
+    return await console.history(asked.window_s)
+
+
+@ROUTER.get("/events")
+async def events(console: Here, asked: Annotated[EventsQuery, Query()]) -> answers.EventsShown:
+    """List what happened to workers, replicas and Redis, the newest first."""
+    return await console.events(asked.after or "", asked.limit)
+
+
+@ROUTER.get("/funnel")
+async def reuse(console: Here) -> ReuseShown:
+    """Show how many of all prompt tokens were held, reached and used, and why the others were
+    not."""
+    return await console.reuse()
+
+
+@ROUTER.get("/usage")
+async def usage(console: Here) -> answers.Rows:
+    """Show what each key has used in the last day, by hours, and how many requests lately."""
+    return await console.usage()
+
+
+@ROUTER.get("/waiting")
+async def waiting(console: Here) -> answers.WaitingShown:
+    """List who waits for a worker, in the order of turns, and how much of its limits each key
+    uses."""
+    return await console.waiting()
+
+
+async def _drain_body(request: Request) -> DrainBody:
     """Raises HTTPException unless the request comes from the console, with JSON, and
     ValidationError."""
     client: Client = request.scope[CLIENT]
@@ -39,97 +189,13 @@ async def _drain_asked(request: Request) -> schemas.DrainAsked:
     kind = client.raw_headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise HTTPException(415, "The content-type must be application/json.")
-    return schemas.DrainAsked.model_validate_json(await client.read(MAX_BODY_BYTES))
+    return DrainBody.model_validate_json(await client.read(MAX_BODY_BYTES))
 
 
-Here = Annotated[Console, Depends(_console)]
-
-
-@ROUTER.get("/overview", response_model=answers.Overview)
-async def overview(request: Request, console: Here) -> Response:
-    """Rates, times, replicas, Redis, and what is wrong now, in words."""
-    return await _kept(request, console, console.overview)
-
-
-@ROUTER.get("/workers", response_model=answers.TableOf)
-async def workers(request: Request, console: Here) -> Response:
-    """All workers, as columns. One that is gone is shown for a minute."""
-    return await _kept(request, console, console.workers)
-
-
-@ROUTER.get("/workers/{key:any_text}", response_model=answers.WorkerShown)
-async def worker(request: Request, console: Here, key: str) -> Response:
-    """One worker: its queue over time, its most frequent prefixes and its last decisions."""
-    return await _kept(request, console, lambda: _found(console.worker(key), "worker", key))
-
-
-@ROUTER.get("/decisions", response_model=answers.Decisions)
-async def decisions(
-    request: Request, console: Here, asked: Annotated[schemas.DecisionsAsked, Query()]
-) -> Response:
-    """The newest decisions, or those about one request. Filters look through the last thousand."""
-    which = DecisionFilter(asked.reason, asked.worker, asked.model, asked.tenant)
-    make: Callable[[], Awaitable[Any]] = partial(
-        console.decisions, asked.after or "", asked.limit, which
-    )
-    if asked.request_id is not None:
-        make = partial(console.decision, asked.request_id)
-    return await _kept(request, console, make)
-
-
-@ROUTER.get(f"/explain/{REQUEST_ID}", response_model=answers.Explanation)
-async def explain(request: Request, console: Here, request_id: str) -> Response:
-    """Why a request went where it went, as `kvroute explain --json` says it."""
-    return await _kept(
-        request,
-        console,
-        lambda: _found(console.explain(request_id), "decision about", request_id),
-    )
-
-
-@ROUTER.get("/history", response_model=answers.HistoryShown)
-async def history(
-    request: Request, console: Here, asked: Annotated[schemas.HistoryAsked, Query()]
-) -> Response:
-    """The last hour by steps of 5 s, or a longer time by minutes; and seconds of queue by worker
-    and time. All replicas answer alike."""
-    return await _kept(request, console, partial(console.history, asked.window_s), kept_s=2.0)
-
-
-@ROUTER.get("/events", response_model=answers.EventsShown)
-async def events(
-    request: Request, console: Here, asked: Annotated[schemas.EventsAsked, Query()]
-) -> Response:
-    """What happened to workers, replicas and Redis, the newest first."""
-    return await _kept(request, console, partial(console.events, asked.after or "", asked.limit))
-
-
-@ROUTER.get("/funnel", response_model=answers.ReuseShown)
-async def reuse(request: Request, console: Here) -> Response:
-    """Of all prompt tokens, how many were held, reached and used, and why the others were not."""
-    return await _kept(request, console, console.reuse)
-
-
-@ROUTER.get("/usage", response_model=answers.TableOf)
-async def usage(request: Request, console: Here) -> Response:
-    """What each key has used in the last day, by hours, and how many requests lately."""
-    return await _kept(request, console, console.usage, kept_s=5.0)
-
-
-@ROUTER.get("/waiting", response_model=answers.WaitingShown)
-async def waiting(request: Request, console: Here) -> Response:
-    """Who waits for a worker, in the order of turns."""
-    return await _kept(request, console, console.waiting)
-
-
-@ROUTER.post(
-    "/drain",
-    response_model=answers.Drained,
-    openapi_extra={"requestBody": body_of(schemas.DrainAsked)},
-)
+@ROUTER.post("/drain", openapi_extra={"requestBody": body_of(DrainBody)})
 async def drain(
-    console: Here, asked: Annotated[schemas.DrainAsked, Depends(_drain_asked)], response: Response
-) -> Any:
+    console: Here, asked: Annotated[DrainBody, Depends(_drain_body)], response: Response
+) -> answers.Drained:
     """Route no more requests to a worker, or route them to it again. The request must have the
     header `x-kvroute-console`, with any value: a form of another site cannot send it."""
     response.headers.update({**SAFE, "cache-control": "no-store"})
@@ -141,33 +207,3 @@ async def _found(asking: Awaitable[T | None], what: str, name: str) -> T:
     if answer is None:
         raise HTTPException(404, f"There is no {what} {cut(name)!r} (yet, or any longer).")
     return answer
-
-
-async def _kept(
-    request: Request,
-    console: Console,
-    make: Callable[[], Awaitable[Any]],
-    kept_s: float = KEPT_S,
-) -> Response:
-    """Returns the answer, in the form of the path's response model, that is kept for the question
-    in the URL."""
-    model: type[BaseModel] = request.scope["route"].response_model
-
-    async def made() -> dict[str, Any]:
-        return model.model_validate(await make()).model_dump(mode="json", exclude_unset=True)
-
-    question = f"{request.scope['path']}?{request.scope['query_string'].decode('latin-1')}"
-    answer = await console.answers.of(question, made, kept_s)
-    headers = {
-        **SAFE,
-        "content-type": "application/json",
-        "cache-control": "no-store",
-        "etag": answer.etag,
-        "x-kvroute-at-ms": str(answer.at_ms),
-    }
-    if answer.stale:
-        said = cut(answer.stale, 200).encode("ascii", "replace").decode()
-        headers["x-kvroute-stale"] = said.replace("\n", " ")
-    if request.headers.get("if-none-match") == answer.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(answer.body, headers=headers)

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -18,16 +18,11 @@ from app.core.check import Check, page
 from app.core.errors import KvrouteError, RedisUnavailable, cut
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.registration import version_in
-from app.core.trust import Trust
 from app.core.verdicts import State
-from app.core.worker_report import WorkerInfo
-from app.ops import namespaces
-from app.ops.names import Names, names_of
-from app.ops.names import check as of_names
+from app.ops import namespaces, worker_checks
+from app.ops.names import names_of
 from app.ops.terminal import counted
-from app.ops.transfer_checks import of_transfers
-from app.ops.workers import WorkerStatus
-from app.policy.record import DecisionSummary
+from app.ops.worker_checks import START_ONE
 from app.state import decisions, events, replicas
 from app.state.client import RedisClient
 from app.state.connect import OLDEST, deadline, memory_of
@@ -39,7 +34,6 @@ PINGS = 20
 SLOW_S = 0.005
 """A decision is two round trips."""
 CLOCK_S = 5.0
-FRESH_S = 2.0
 NEARLY_FULL = 0.9
 MAX_EVENTS, TRAFFIC_MS = 100, 900_000
 """That are looked through."""
@@ -47,11 +41,6 @@ LOST_MS = 600_000
 """For so long a router that was lost is told."""
 QUIET, SOME_PER_S = 2, 0.1
 """Minutes without a request, after so many a second, are told."""
-MIN_DECISIONS, MAX_DECISIONS = 50, 500
-HIT_RATE_GAP = 0.15
-NOT_PREDICTED = 0.1
-"""Of a worker's decisions. What it reports is of all of its requests, so that where more of them
-were decided without a prediction, as after an outage of Redis, nothing can be compared."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -122,30 +111,17 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         yield Check(f"namespace {name}", False, str(error), f"see {page('upgrading.md')}")
         return
     if summary is None:
-        yield Check(
-            f"namespace {name}",
-            False,
-            "no worker has ever registered there",
-            f"--namespace {others[0]}"
-            if others
-            else "start a worker, or an agent, whose log says which engines it finds",
-        )
+        remedy = f"--namespace {others[0]}" if others else START_ONE
+        yield Check(f"namespace {name}", False, "no worker has ever registered there", remedy)
         return
     routed_to = [w for w in summary.workers if w.is_routed_to and w.info is not None]
     live = [w for w in routed_to if w.verdict.state is not State.AWAY]
     states = Counter(w.state for w in summary.workers)
     text = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
-    yield Check(
-        "workers",
-        bool(routed_to),
-        text,
-        "start a worker, or an agent, whose log says which engines it finds",
-    )
     infos = [w.info for w in routed_to if w.info]
     away_s = [None if w in live else w.verdict.told(control.now_ms)["since_s"] for w in routed_to]
-    yield agents(dict(zip([str(info.key) for info in infos], away_s, strict=True)))
-    yield engines(w.info for w in summary.workers if w.info and w.current)
-    for check in (*below_exact(infos), *findings(infos)):
+    alive = [w.info for w in summary.workers if w.info and w.current]
+    for check in worker_checks.of_fleet(text, infos, away_s, alive):
         yield check
     tainted = [str(w.info.key) for w in summary.workers if w.state == State.TAINTED and w.info]
     if tainted:
@@ -161,89 +137,11 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
         return
     yield _versions(control.workers.values())
     names = await names_of(redis, name, [w.info for w in live if w.info])
-    for check in of_workers(live, name, names):
+    for check in worker_checks.of_workers(live, name, names):
         yield check
-    most = MAX_DECISIONS * len(live)
-    yield predicted([one async for one in _first(decisions.read(redis, keyspace), most)], live)
-
-
-def of_workers(
-    live: list[WorkerStatus],
-    namespace: str,
-    names: Names,
-) -> Iterator[Check]:
-    """Checks of live workers, without a look at Redis.
-
-    names: those that they serve.
-    """
-    infos = [w.info for w in live if w.info]
-    yield from _alike(infos)
-    yield _contexts(infos)
-    yield _adapters(infos)
-    yield from of_transfers(infos)
-    yield of_names(names, namespace, infos)
-    ages = [(w.info.key, w.metrics_age_s) for w in live if w.info]
-    late = [f"{key}: {age:.0f} s ago" for key, age in ages if age is not None and age > FRESH_S]
-    late += [f"{key}: never" for key, age in ages if age is None]
-    yield Check(
-        "metrics",
-        not late,
-        cut("; ".join(late)) or f"all published within {FRESH_S:g} s",
-        "is Redis full, the agent overloaded, or have workers and routers different Redis servers?",
-    )
-
-
-def agents(away_s: Mapping[str, float | None]) -> Check:
-    """Whether any is away. away_s: for how long, by worker; None: it is not."""
-    away = [f"{worker} for {s:.0f} s" for worker, s in away_s.items() if s is not None]
-    return Check(
-        "agents",
-        not away,
-        cut(f"{len(away)} of {len(away_s)} are away: {', '.join(away)}" if away else "")
-        or "all are heard of",
-        "start them again: their engines answer and are routed to, by what was known of them last; "
-        f"see {page('failures.md')}",
-    )
-
-
-def engines(infos: Iterable[WorkerInfo]) -> Check:
-    """Whether agents take engines to be ill. infos: of workers that are alive."""
-    ill = [f"{info.key} {info.ill}" for info in infos if info.ill]
-    return Check(
-        "engines",
-        not ill,
-        cut("; ".join(ill)) or "none is ill",
-        "see their own logs; each is asked further, and is back once it works again",
-    )
-
-
-def findings(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
-    """What workers, engines and agents say that is wrong: one check for each, with its workers."""
-    workers_of: dict[str, list[str]] = {}
-    for info in infos:
-        for finding in info.findings:
-            workers_of.setdefault(finding, []).append(str(info.key))
-    for finding, keys in workers_of.items():
-        what, _, remedy = finding.partition(": ")
-        yield Check("findings", False, f"{cut(', '.join(keys))}: {what}", remedy)
-
-
-def below_exact(infos: Iterable[WorkerInfo]) -> Iterator[Check]:
-    """Of workers that are not exact: one check for each cause; none if there are none. It fails
-    where an engine publishes what it caches, and its agent does not hear it."""
-    by_cause: dict[tuple[Trust, str, bool], list[str]] = {}
-    for info in infos:
-        if info.trust is not Trust.EXACT:
-            is_unheard = info.trust is Trust.APPROXIMATE and bool(info.event_addresses)
-            rung = info.trust, info.trust_cause, is_unheard
-            by_cause.setdefault(rung, []).append(str(info.key))
-    for (trust, cause, is_unheard), keys in by_cause.items():
-        workers = cut(", ".join(keys))
-        if is_unheard:
-            why, _, remedy = cause.partition(": ")
-            yield Check("events", False, f"{workers}: {why}, so that it is {trust}", remedy)
-        else:
-            yield Check(f"{trust} workers", None, f"{workers}: {cause}")
+    most = worker_checks.MAX_DECISIONS * len(live)
+    records = [one async for one in _first(decisions.read(redis, keyspace), most)]
+    yield worker_checks.predicted(records, live)
 
 
 async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
@@ -306,92 +204,6 @@ def _versions(texts: Iterable[bytes]) -> Check:
         f"this release speaks {DATA_VERSION}: run one release in a namespace; see "
         f"{page('upgrading.md')}",
     )
-
-
-def _alike(infos: list[WorkerInfo]) -> Iterator[Check]:
-    """What all workers of a namespace must have in common."""
-    for about, field, why in (
-        ("block size", "block_size", "start them with the same --block-size"),
-        ("models", "models", "give each model a --namespace of its own"),
-        ("tokenizer", "tokenizer_hash", "start all engines with the same model and revision"),
-    ):
-        values: dict[Any, list[str]] = {}
-        for info in infos:
-            value = getattr(info, field)
-            if value not in ("", (), 0):
-                values.setdefault(value, []).append(str(info.key))
-        told = sum(map(len, values.values()))
-        if len(values) > 1:
-            shown = "; ".join(f"{_text(value)} ({keys[0]})" for value, keys in values.items())
-            yield Check(about, False, cut(shown), why)
-        elif told < len(infos):
-            yield Check(about, None, f"not known of {counted(len(infos) - told, 'worker')}")
-        else:
-            yield Check(about, True, f"{_text(next(iter(values)))}, the same on all workers")
-
-
-def _contexts(infos: list[WorkerInfo]) -> Check:
-    about = "context length"
-    lengths = sorted({info.max_model_len for info in infos if info.max_model_len})
-    if silent := sum(not info.max_model_len for info in infos):
-        return Check(about, None, f"not known of {counted(silent, 'worker')}")
-    if len(lengths) < 2:
-        return Check(about, True, f"{lengths[0] if lengths else 0:,}, the same on all workers")
-    text = f"{lengths[0]:,} to {lengths[-1]:,}: each request goes where it fits"
-    return Check(about, True, text)
-
-
-def _adapters(infos: list[WorkerInfo]) -> Check:
-    on = Counter(name for info in infos for name in info.adapters)
-    some = [f"{name} on {number} of {len(infos)}" for name, number in on.items()]
-    return Check(
-        "adapters",
-        all(number == len(infos) for number in on.values()),
-        cut("; ".join(some)) or "none",
-        "load each on all engines: requests for it go only where it is",
-    )
-
-
-def _text(value: object) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def predicted(records: Iterable[DecisionSummary], workers: list[WorkerStatus]) -> Check:
-    """Whether workers report the cache hits that decisions predicted: shares of prompt tokens.
-
-    records: the newest first.
-    """
-    asked: dict[str, list[DecisionSummary]] = {}
-    for record in records:
-        asked.setdefault(record.worker, []).append(record)
-    gaps, compared = [], 0
-    for worker in workers:
-        if worker.info is None:
-            continue
-        key = str(worker.info.key)
-        share = _predicted_share(asked.get(key, [])[:MAX_DECISIONS], worker.info.block_size)
-        if share is None:
-            continue
-        compared += 1
-        if abs(share - worker.hit_rate) > HIT_RATE_GAP:
-            gaps.append(f"{key}: {share:.0%} predicted, {worker.hit_rate:.0%} reported")
-    text = f"{counted(compared, 'worker')} with {MIN_DECISIONS} or more recorded predictions"
-    return Check(
-        "cache hits",
-        not gaps if compared else None,
-        "; ".join(gaps[:3]) if gaps else f"{'as predicted' if compared else 'not known'}: {text}",
-        "do clients send the prompts that they route, tokenized alike, to the worker chosen?",
-    )
-
-
-def _predicted_share(decided: list[DecisionSummary], block_size: int) -> float | None:
-    """Of the prompt tokens of one worker's requests, what was predicted to be cached; None: too
-    little was. A worker that gets KV from another reports as cached what came from there."""
-    told = [one for one in decided if one.trust is Trust.EXACT and not one.source]
-    if len(told) < max(MIN_DECISIONS, (1.0 - NOT_PREDICTED) * len(decided)):
-        return None
-    cached = sum(one.overlap.total for one in told) * block_size
-    return cached / max(1, sum(one.isl_tokens for one in told))
 
 
 async def of_router(url: str) -> Check:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import click
+from typing_extensions import TypedDict
 
 from app.core.keys import Keyspace
 from app.core.sketch import ERROR
@@ -29,9 +31,37 @@ TEXTS = {
 }
 
 
-def together(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tokens by model and step, and each step's losses; ALL: of all models. said: by replicas;
-    what makes no sense counts for nothing."""
+class Loss(TypedDict):
+    """Tokens that were lost for one cause before the step `to`."""
+
+    to: str
+    cause: str
+    tokens: int
+
+
+class ReuseSteps(TypedDict):
+    """Tokens that were asked for, asked for before within an hour, held by any worker, by the one
+    that held most, by the one chosen, and used by its engine. unforeseen: cached, but not known."""
+
+    prompt_tokens: int
+    seen: int
+    held: int
+    best: int
+    chosen: int
+    used: int
+    unforeseen: int
+    losses: list[Loss]
+
+
+class ReuseShown(TypedDict):
+    """Steps by model; ALL: of all models. seen_error: how far `seen` may be off, 0-1."""
+
+    models: dict[str, ReuseSteps]
+    seen_error: float
+
+
+def together(said: Iterable[Mapping[str, Any]]) -> ReuseShown:
+    """Returns the sums of what replicas tell; what makes no sense counts for nothing."""
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for figures in said:
         for model, step, cause, tokens in _rows(figures):
@@ -50,19 +80,24 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str, str, int]]:
         return []
 
 
-def _steps(counts: Counter[tuple[str, str]]) -> dict[str, Any]:
-    left = counts[PROMPT, ""]
-    steps: dict[str, Any] = {"prompt_tokens": left}
-    losses = []
-    for step in Step:
+def _steps(counts: Counter[tuple[str, str]]) -> ReuseSteps:
+    losses: list[Loss] = []
+    left = {PROMPT: counts[PROMPT, ""]}
+    for before, step in pairwise((PROMPT, *Step)):
         causes = [(cause, n) for (at, cause), n in counts.items() if at == step]
-        losses += [
-            {"to": step.value, "cause": cause, "tokens": tokens}
-            for cause, tokens in sorted(causes, key=lambda one: -one[1])
-        ]
-        left -= sum(tokens for _, tokens in causes)
-        steps[step.value] = left
-    return steps | {"unforeseen": counts[UNFORESEEN, ""], "losses": losses}
+        for cause, tokens in sorted(causes, key=lambda one: -one[1]):
+            losses.append({"to": step, "cause": cause, "tokens": tokens})
+        left[step] = left[before] - sum(tokens for _, tokens in causes)
+    return {
+        "prompt_tokens": left[PROMPT],
+        "seen": left[Step.SEEN],
+        "held": left[Step.HELD],
+        "best": left[Step.BEST],
+        "chosen": left[Step.CHOSEN],
+        "used": left[Step.USED],
+        "unforeseen": counts[UNFORESEEN, ""],
+        "losses": losses,
+    }
 
 
 @click.command("funnel", cls=Command)

@@ -20,6 +20,7 @@ from app.core.worker_report import (
     WorkerInfo,
 )
 from app.ops.holders import held_blocks
+from app.policy.view import View
 from app.state.client import RedisClient
 from app.state.columns import parse_load
 from app.state.connect import deadline
@@ -71,6 +72,28 @@ async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> list[Work
         one
         for one in await with_blocks(redis, keyspace, control, held)
         if one.info and name in (one.info.key.worker_id, str(one.info.key))
+    ]
+
+
+def live_in(view: View) -> list[WorkerStatus]:
+    """Returns the live workers but for those whose agents are away; their blocks are not
+    counted."""
+    return [
+        WorkerStatus(
+            incarnation=inc,
+            info=info,
+            current=True,
+            lease_ms=1,
+            load=load,
+            metrics_age_s=(max(0, view.now_ms - measured.at_ms) / 1000 if measured.at_ms else None),
+            gpu=measured.gpu,
+            blocks={},
+            hit_rate=measured.metrics.gpu_prefix_cache_hit_rate,
+        )
+        for inc, info, load, measured in zip(
+            view.incarnations, view.infos, view.loads, view.measured, strict=True
+        )
+        if inc not in view.away
     ]
 
 

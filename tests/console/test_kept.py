@@ -18,7 +18,7 @@ async def test_however_many_ask_the_answer_is_made_once():
         nonlocal made
         made += 1
         await may_end.wait()
-        return made
+        return b"%d" % made
 
     answers = KeptAnswers(lambda: 7)
     asking = [asyncio.ensure_future(answers.of("q", make)) for _ in range(20)]
@@ -39,7 +39,7 @@ async def test_what_redis_cannot_answer_is_answered_as_before_and_is_said_to_be(
         raise RedisUnavailable("it is away")
 
     async def works():
-        return 1
+        return b"1"
 
     answers = KeptAnswers(lambda: None)
     with pytest.raises(RedisUnavailable):
@@ -66,7 +66,7 @@ async def test_only_so_many_answers_are_kept(monkeypatch):
     async def ask(question):
         async def make():
             made.append(question)
-            return question
+            return question.encode()
 
         await answers.of(question, make, kept_s=60.0)
 

@@ -233,6 +233,15 @@ async def test_history_is_the_same_at_every_replica(one_redis_server, replica, f
     assert both[0]["step_s"] == 1
 
 
+async def test_the_use_of_each_keys_limits_is_told(one_redis_server, replica, fleet, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("alice a requests=60/m\nbob b\n")
+    async with replica(one_redis_server.url, api_key="own", api_key_file=str(file)) as client:
+        client.headers["authorization"] = "Bearer own"
+        [limit] = objects((await answer(client, "waiting"))["limits"])
+    assert limit == {"key": "alice", "limit": "requests=60/m", "used": 0, "most": 10}
+
+
 async def test_a_worker_is_drained_and_taken_back(client, fleet):
     reply = await client.post(f"{API}/drain", json={"worker": "w1"}, headers=ASKED)
     assert reply.json() == {"worker": "w1", "draining": True, "left": 0}

@@ -7,7 +7,7 @@ from app.core.loads import Load
 from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap
 from app.core.worker_report import NO_READINGS
-from app.ops.checks import below_exact, findings, predicted
+from app.ops.worker_checks import below_exact, findings, predicted
 from app.ops.workers import WorkerStatus
 from app.policy.locality import Best, Locality
 from app.policy.record import DecisionRecord

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.roles import Role
-from app.ops.transfer_checks import of_transfers
+from app.ops.worker_checks import of_transfers
 from tests.fake_worker import worker_info
 
 ALIKE = ("block=16", "engine=vllm 0.32.0", "handshake=5f0c")

@@ -17,7 +17,7 @@ from app.core.registration import decode_info, decode_metrics
 from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import Trust
 from app.core.types import Incarnation
-from app.ops.checks import engines as of_engines
+from app.ops.worker_checks import engines as of_engines
 from app.ops.workers import everyone
 from app.router.fleet import Fleet
 from app.state import reservations

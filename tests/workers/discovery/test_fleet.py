@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from app.core.limits import MAX_ENGINES
-from app.ops.checks import findings as of_findings
+from app.ops.worker_checks import findings as of_findings
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
