@@ -12,9 +12,8 @@ from app.core.chains import positions
 from app.core.types import SequenceHash
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.planner.predict import predictor
-from app.planner.rules.forecast import growth
 from app.planner.rules.policies import least_valued, propose, unique_values
-from app.planner.rules.replay import Replay, recorded_request
+from app.planner.rules.replay import Replay, growth, recorded_request
 from app.planner.rules.state import (
     FleetState,
     Latencies,

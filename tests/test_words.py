@@ -44,7 +44,7 @@ CONCEPTS = {
     "answer's stream": "app/door/stream.py",
     "retry of a request: tries": "app/door/tries.py",
     "planner": "app/planner/loop.py",
-    "forecast": "app/planner/rules/forecast.py",
+    "forecast: replay": "app/planner/rules/replay.py",
     "vLLM's events": "workers/bridge/events/vllm.py",
     "agent beside an engine": "workers/engine_agent.py",
     "event publisher": "workers/agent/publish.py",
@@ -59,13 +59,13 @@ CONCEPTS = {
     "SGLang's bootstrap": "app/door/transfer/sglang.py",
     "roles": "app/core/roles.py",
     "KV lease": "app/policy/kv_lease.py",
-    "sleeping model": "app/planner/rules/sleep.py",
+    "sleeping model: policies": "app/planner/rules/policies.py",
     "hot prefix": "loadtest/experiments/hot_prefix.py",
     "cells": "loadtest/experiments/cells.py",
     "load columns": "app/state/columns.py",
     "carried reports": "app/router/carried.py",
     "transfer over TCP": "workers/kv/transfer/tcp.py",
-    "doctor's transfer check": "app/ops/worker_checks.py",
+    "doctor's transfer check: worker check": "app/ops/worker_checks.py",
 }
 """What strangers were asked to find, by what they were told. Behind a colon: the name that they
 have to know. Nothing limits how often a client asks, so no file is named after that."""

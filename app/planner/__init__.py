@@ -1,2 +1,2 @@
-"""How many workers a fleet has: `rules` decides, without I/O; the rest observes the fleet in Redis,
+"""Size of a fleet: `rules` decides, without I/O; the rest observes the fleet in Redis,
 settles which planner leads, and has the fleet changed."""

@@ -1,4 +1,4 @@
-"""What has been ordered and has not happened yet: what the next leader has to know."""
+"""Changes that were ordered and have not happened yet, which the next leader has to know."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from app.core.settings.kinds import LONGEST_S
 from app.planner.rules.state import USUAL_STARTUP_S
 
 MOST_MODELS = 64
-"""Names that are remembered."""
 
 
 @dataclass(slots=True)
 class Changing:
-    """pending: when each worker that has not registered yet was asked for, seconds since 1970, by
-    its role. known: workers that count as registered. leaving: the worker that drains, since when,
-    and whether it was told to stop. successor: role of the worker to be asked for once it was; "":
-    none. models: names that workers had lately; routers are told of them while there is no worker.
-    startup_s: from when a worker is asked for until it registers, as lately seen.
+    """Changes under way.
+
+    pending: when each worker that has not registered yet was asked for, in seconds since 1970, by
+    role. known: workers that count as registered. leaving: the worker that drains; "": none.
+    is_stopped: whether that worker was told to stop. successor: role of the worker to be asked for
+    then; "": none. models: names that workers had lately, of which routers are told while there is
+    no worker. startup_s: time from asking for a worker until it registers, as lately seen.
     """
 
     pending: dict[Role, list[float]] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Changing:
     startup_s: float = USUAL_STARTUP_S
 
     def coming(self) -> Iterator[tuple[Role, float]]:
-        """Role of each worker that will be there, and when it was asked for."""
+        """Yields the role of each worker that is to come, and when it was asked for."""
         for role, asked_s in self.pending.items():
             yield from ((role, at_s) for at_s in asked_s)
         if self.successor:
@@ -44,11 +45,11 @@ class Changing:
             self.pending.setdefault(role, []).extend([now_s] * count)
 
     def give_up(self, role: Role, count: int) -> None:
-        """Of those asked for last."""
         del self.pending[role][-count:]
 
     def give_up_before(self, since_s: float, now_s: float) -> int:
-        """How many were asked for before, or by a clock that was ahead, and are given up."""
+        """Give up workers asked for before `since_s`, or by a clock ahead of `now_s`. Returns how
+        many."""
         before = sum(map(len, self.pending.values()))
         self.pending = {
             role: left
@@ -58,7 +59,7 @@ class Changing:
         return before - sum(map(len, self.pending.values()))
 
     def joined(self, role: Role, now_s: float) -> None:
-        """A worker of that role has registered; if none was asked for, it may be another one."""
+        """Count a worker as registered that was asked for, if possible with that role."""
         pending = self.pending.get(role) or next(filter(None, self.pending.values()), None)
         if pending:
             took_s = now_s - pending.pop(0)
@@ -70,8 +71,8 @@ class Changing:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], most: int) -> Changing:
-        """most: workers that may be pending. What no planner would record is as if it were not
-        there."""
+        """Returns the recorded state, or an empty one for a record that no planner would write.
+        most: workers that may be pending."""
         try:
             changing = cls(
                 pending={

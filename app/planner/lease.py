@@ -1,4 +1,4 @@
-"""Which planner leads: one at a time, by a lease in Redis."""
+"""Leadership of one planner at a time, by a lease in Redis."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from app.state.scripts import ScriptRunner
 log = logging.getLogger(__name__)
 
 RENEWALS = 3
-"""Within a lease."""
+"""Renewals within a lease."""
 
 T = TypeVar("T")
 
 
 class Lease:
-    """Call `keep` often."""
+    """Lease of the leading planner, which `keep` renews."""
 
     def __init__(self, runner: ScriptRunner, keyspace: Keyspace, lease_s: float) -> None:
         self.token = 0
-        """Of the leader's writes; 0: this one does not lead."""
+        """Number that the leader's writes carry; 0: this planner does not lead."""
         self._runner, self._keyspace, self._lease_s = runner, keyspace, lease_s
         self._holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._ends_s = 0.0
@@ -37,12 +37,12 @@ class Lease:
 
     @property
     def left_s(self) -> float:
-        """For so long nobody else can lead; counted from before it was asked for."""
+        """Seconds for which nobody else can lead."""
         return max(0.0, self._ends_s - time.monotonic()) if self.token else 0.0
 
     async def keep(self) -> Mapping[str, Any] | None:
-        """Renew the lease, or try for it, if that is due. What the last leader recorded, if this
-        one leads from now on; else None. Raises RedisUnavailable."""
+        """Renew the lease, or try for it, if that is due. Returns what the last leader recorded if
+        this planner leads from now on, else None. Raises RedisUnavailable."""
         now_s = time.monotonic()
         if self.token and now_s >= self._ends_s:
             self.lose("it was not renewed in time")
@@ -64,8 +64,8 @@ class Lease:
         return state.state
 
     async def hold(self, work: Awaitable[T]) -> T:
-        """What `work` comes to, with the lease renewed until it does. Raises LeadershipLost if
-        another one may have led meanwhile, and RedisUnavailable."""
+        """Returns what `work` returns, and renews the lease until then. Raises LeadershipLost if
+        another planner may have led meanwhile, and RedisUnavailable."""
         token, working = self.token, asyncio.ensure_future(work)
         try:
             while not working.done():
@@ -78,13 +78,13 @@ class Lease:
         return await working
 
     def lose(self, why: str) -> None:
-        """Act as leader no more, until `keep` says so again."""
+        """Stop acting as leader until `keep` has the lease again."""
         log.warning("leads no more: %s", why)
         self.token = 0
         self._due_s = 0.0
 
     async def leave(self) -> None:
-        """Let another one lead at once."""
+        """Let another planner lead at once."""
         if not self.token:
             return
         self.token = 0

@@ -1,4 +1,4 @@
-"""The loop: observe, propose, record, act. Only the leader proposes; the others stand by."""
+"""The planner's loop: observe, propose, record, act. Only the leader proposes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from app.planner.lease import Lease
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer
 from app.planner.predict import predictor, replay_of
-from app.planner.rules.forecast import growth
 from app.planner.rules.policies import least_valued, propose
-from app.planner.rules.replay import ReplayTooLong
+from app.planner.rules.replay import ReplayTooLong, growth
 from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
 from app.state import leases, models, planner
 from app.state.scripts import ScriptRunner
@@ -31,18 +30,17 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 SETTLE_S = 5.0
-"""After Redis could not be asked, or another planner led, nothing is proposed for so long: workers
-register again within seconds of a Redis that has lost all."""
+"""Pause after Redis could not be asked, or another planner led: workers register again within
+seconds of a Redis that has lost all."""
 REMEMBERED_S = 900.0
-"""Of proposals: longer than any policy looks back."""
+"""Age to which proposals are kept, longer than any policy looks back."""
 REPLAY_S = 8.0
-"""Replays for one proposal may take so long, or half of the interval; if they take longer, half as
-many decisions are replayed, but LEAST_REQUESTS at least."""
+"""Seconds that replays for one proposal may take, at most half of the interval. If they take
+longer, half as many decisions are replayed, but LEAST_REQUESTS at least."""
 LEAST_REQUESTS = 32
-"""For replays of so few there is a whole interval: on a machine that is busy they are better than
-none."""
+"""Decisions whose replay may take a whole interval, which on a busy machine is better than none."""
 MARGIN_S = 1.0
-"""An order is given only with so much of the lease left."""
+"""Seconds of the lease that must be left for an order."""
 
 
 class UnusableRecords(KvrouteError):
@@ -50,7 +48,8 @@ class UnusableRecords(KvrouteError):
 
 
 class Planner:
-    """`tick` about every TICK_S, `leave` in the end."""
+    """A planner, which runs until it is cancelled. problem: why nothing is proposed; "": nothing is
+    wrong."""
 
     def __init__(
         self,
@@ -80,19 +79,13 @@ class Planner:
         self._proposals: list[Proposal] = []
         self._window_requests = self._rules.window_requests
         self._due_s = 0.0
-        self._problem = ""
+        self.problem = ""
 
     @property
     def leads(self) -> bool:
         return self._lease.token > 0
 
-    @property
-    def problem(self) -> str:
-        """Why nothing is proposed; "": nothing is wrong."""
-        return self._problem
-
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             await self.tick()
             await asyncio.sleep(min(TICK_S, self._settings.interval_s))
@@ -111,12 +104,12 @@ class Planner:
                     self._due_s = time.monotonic() + self._settings.interval_s
                     await self._propose()
         except KvrouteError as error:
-            if str(error) != self._problem:
+            if str(error) != self.problem:
                 log.warning("nothing is proposed: %s", error)
-            self._problem = str(error)
+            self.problem = str(error)
             self._hold()
         else:
-            self._problem = ""
+            self.problem = ""
         if self.leads:
             self._metrics.leads.set(1)
         else:
@@ -206,8 +199,8 @@ class Planner:
                 await self._record()
 
     def _proposed(self, state: FleetState) -> Proposal:
-        """From as many of the recorded decisions as there is time to play. Raises ReplayTooLong,
-        UnusableRecords."""
+        """Returns a proposal from as many recorded decisions as there is time to play. Raises
+        ReplayTooLong, UnusableRecords."""
         interval_s = self._settings.interval_s
         most_s = min(REPLAY_S, interval_s / 2)
         while True:
@@ -241,7 +234,7 @@ class Planner:
         return propose(settings.scaling_policy, state, rules, predict, least_valued)
 
     async def _follow_changes(self) -> None:
-        """See what became of what was ordered."""
+        """Compare the workers that are registered with those that were ordered."""
         changing, seen = self._changing, self._observer.workers_seen
         before = changing.as_json()
         for name in seen.keys() - changing.known:
@@ -273,7 +266,7 @@ class Planner:
         await self._start({role: 1}, self._size() + 1, str(Reason.OTHER_ROLE))
 
     def _size(self) -> int:
-        """Workers that stay."""
+        """Returns the number of workers that stay."""
         return sum(not seen.drains for seen in self._observer.workers_seen.values())
 
     async def _drain(self) -> None:
@@ -296,7 +289,7 @@ class Planner:
             await self._record()
 
     async def _ordered(self, order: Awaitable[None]) -> bool:
-        """Give an order within what is left of the lease; False: it failed."""
+        """Give an order within what is left of the lease. Returns whether it was obeyed."""
         left_s = self._lease.left_s - MARGIN_S
         try:
             async with asyncio.timeout(max(0.0, left_s)):
@@ -312,7 +305,7 @@ class Planner:
 
 
 def _pools_shown(desired: Pools | None) -> dict[str, str | int]:
-    """For autoscalers that read the hash; "": there are none."""
+    """Returns the fields for autoscalers that read the hash; "" without roles."""
     if desired is None:
         return {"desired_prefill": "", "desired_decode": ""}
     return {"desired_prefill": desired.prefill, "desired_decode": desired.decode}

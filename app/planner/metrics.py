@@ -1,4 +1,4 @@
-"""What a planner shows to Prometheus."""
+"""Metrics of a planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.planner.rules.state import Proposal
 
 
 class PlannerMetrics(Table):
-    """Those of one planner; only the leader's proposals count."""
+    """Metrics of one planner; only the leader's proposals count."""
 
     leading = gauge("planner_leads", "1 if this planner leads, else 0.", "namespace")
     desired = gauge("planner_desired_workers", "Number of workers last proposed.", "namespace")
@@ -35,7 +35,6 @@ class PlannerMetrics(Table):
         "Changes of the fleet that the connector refused or that never happened.",
         "namespace",
     )
-
     unreplayable = gauge(
         "planner_unreplayable_decisions",
         "Recent decisions left out of the replay: no worker could have answered them as recorded.",
@@ -64,7 +63,6 @@ class PlannerMetrics(Table):
     def silence(self) -> None:
         """Show nothing that another planner may know better."""
         self.leads.set(0)
-        for metric in (
-            *(self.desired, self.desired_of_role, self.size, self.value, self.unreplayable),
-        ):
+        shown = (self.desired, self.desired_of_role, self.size, self.value, self.unreplayable)
+        for metric in shown:
             metric.clear()

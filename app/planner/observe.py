@@ -1,10 +1,10 @@
-"""What the planner knows of a fleet: workers and their loads, and the decisions of late."""
+"""The planner's observation of a fleet: workers, their loads, and recent decisions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from statistics import fmean
 
 from app.core.chains import positions
@@ -40,16 +40,15 @@ from app.state.waiting import flows
 
 MOST_DECISIONS = 4096
 BLOCKS_A_PROMPT = 128
-"""Prompts are replayed in blocks so large that they have no more of them on average: a play takes
-as long as it has blocks. In blocks of a fixed size short prompts would have none."""
+"""Blocks that prompts are replayed in, at most and on average: a play takes as long as it has
+blocks. In blocks of a fixed size short prompts would have none."""
 USUAL_BLOCK_SIZE = 16
-"""Tokens; of a fleet without workers."""
+"""Tokens per block of a fleet without workers."""
 TOLD_LATE_MS = 1000
-"""By so much the clocks of those who tell of an end may differ from what Redis sees of it."""
+"""Difference that clients' clocks may have to that of Redis."""
 TIMEOUT_S = 2.0
 WAKES_AFTER_S = 2.0
-"""A request that waits for so long wakes a fleet that sleeps; not one whose client hangs up at
-once."""
+"""Wait of a request that wakes a fleet: a client that hangs up at once does not."""
 
 
 @dataclass(slots=True)
@@ -72,17 +71,15 @@ class Observer:
         self, fleet: Fleet, redis: RedisClient, runner: ScriptRunner, keyspace: Keyspace
     ) -> None:
         self.workers_seen: dict[str, ObservedWorker] = {}
-        """By worker id; those that are registered now."""
+        """Registered workers by id."""
         self.is_new = False
         """Whether no worker has ever registered, or Redis has lost all: routers know nothing."""
         self.now_s = 0.0
-        """When it last looked, by the Redis clock, by which decisions are dated; seconds since
-        1970."""
+        """Redis clock at the last look, in seconds since 1970."""
         self.somebody_waits = False
-        """Whether any request waits at a router; where no worker is live, for WAKES_AFTER_S."""
+        """Whether a request waits at a router, for WAKES_AFTER_S if no worker is live."""
         self.unreplayable = 0
-        """Of the decisions that `recent` last found, those that no worker could have answered as
-        their records say."""
+        """Number of recent decisions that no worker could have answered as recorded."""
         self._fleet, self._redis, self._runner = fleet, redis, runner
         self._keyspace = keyspace
 
@@ -105,7 +102,8 @@ class Observer:
         view = await self._fleet.view(snapshot)
         infos = dict(zip(view.incarnations, view.infos, strict=True)) | dict(view.paused)
         self.somebody_waits = snapshot.somebody_waits and (
-            bool(infos) or await self._longest_wait_s() >= WAKES_AFTER_S
+            bool(infos)
+            or any(f.oldest_s >= WAKES_AFTER_S for f in await flows(self._redis, self._keyspace))
         )
         by_model: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
         for inc, info in infos.items():
@@ -119,12 +117,6 @@ class Observer:
             del self.workers_seen[name]
         for name, ranks in by_model.items():
             self._take(name, ranks, snapshot)
-
-    async def _longest_wait_s(self) -> float:
-        """Raises RedisUnavailable."""
-        return max(
-            (flow.oldest_s for flow in await flows(self._redis, self._keyspace)), default=0.0
-        )
 
     def _take(
         self,
@@ -150,7 +142,7 @@ class Observer:
             seen.loads.clear()
 
     def _workers(self, values: Mapping[str, float], block_size: int) -> list[WorkerState]:
-        """The registered ones, with the means of their samples."""
+        """Returns the registered workers with the means of their samples."""
         return [
             WorkerState(
                 name,
@@ -167,14 +159,14 @@ class Observer:
 
     @property
     def host_pool_tokens(self) -> int:
-        """A worker's host tier, on average."""
+        """Tokens of a worker's host tier, on average."""
         infos = [worker.info for worker in self.workers_seen.values()]
         tokens = sum(info.host_total_blocks * info.block_size for info in infos)
         return tokens // max(1, len(infos))
 
     @property
     def kv_transfer(self) -> str:
-        """The protocol by which KV travels between workers; "": by none."""
+        """Protocol by which KV travels between workers; "": none."""
         protocols = (worker.info.kv_transfer for worker in self.workers_seen.values())
         return next(filter(None, protocols), "")
 
@@ -185,8 +177,8 @@ class Observer:
         proposals: Sequence[Proposal] = (),
         startup_s: float = USUAL_STARTUP_S,
     ) -> FleetState:
-        """What a proposal is made from. pending: role of each worker that has not registered yet,
-        and when it was asked for. Raises RedisUnavailable."""
+        """Returns what a proposal is made from. pending: role of each worker that has not
+        registered yet, and when it was asked for. Raises RedisUnavailable."""
         recent, block_size = await self.recent(rules)
         values = await asyncio.to_thread(self._values, recent, block_size, rules)
         coming = (
@@ -197,8 +189,8 @@ class Observer:
         return FleetState(self.now_s, workers, recent, proposals, block_size, startup_s)
 
     async def recent(self, rules: Rules) -> tuple[list[PastRequest], int]:
-        """The decisions that a proposal may count, the oldest first, and how many tokens each of
-        their blocks has. Raises RedisUnavailable."""
+        """Returns the decisions that a proposal may count, the oldest first, and the tokens of each
+        of their blocks. Raises RedisUnavailable."""
         block_size = self.block_size
         if block_size is None:
             return [], USUAL_BLOCK_SIZE
@@ -247,7 +239,7 @@ class Observer:
         if ending is not None:
             output_tokens = ending.output_tokens
             took_ms = ending.ended_ms - record.at_ms
-            # More than that it cannot have been, whoever said so.
+            # It cannot have been more, whoever said so.
             if ending.ttft_ms is not None and ending.ttft_ms <= took_ms + TOLD_LATE_MS:
                 rest_s = max(0, took_ms - ending.ttft_ms) / 1000
                 came = Latencies(ending.ttft_ms / 1000, rest_s / max(1, output_tokens - 1))
@@ -264,7 +256,7 @@ class Observer:
         return PastRequest(record.at_ms / 1000, name, request, best_blocks, came, source)
 
     def _values(self, recent: list[PastRequest], block_size: int, rules: Rules) -> dict[str, float]:
-        """Seconds of prefill that losing each worker would cost; see app.planner.rules.policies."""
+        """Returns the seconds of prefill that losing each worker would cost."""
         if not recent:
             return {}
         names = self.workers_seen.keys()
@@ -279,7 +271,7 @@ class Observer:
 
 
 def _merged(prompts: Sequence[int], block_size: int) -> int:
-    """How many blocks are replayed as one, of prompts of so many tokens."""
+    """Returns the number of blocks that are replayed as one. prompts: tokens of each."""
     merged = 1
     while merged * block_size * BLOCKS_A_PROMPT * len(prompts) < sum(prompts):
         merged *= 2
@@ -287,8 +279,8 @@ def _merged(prompts: Sequence[int], block_size: int) -> int:
 
 
 def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:
-    """How many leading blocks of each prompt were asked for at each live worker of late, at any
-    time: these it holds, unless it has evicted them since."""
+    """Yields for each prompt the leading blocks that each live worker was asked for lately, and
+    holds unless it has evicted them."""
     holders: dict[SequenceHash, set[str]] = {}
     asked_for = [*recent]
     for asked in asked_for:
@@ -307,19 +299,13 @@ def held(recent: Iterable[PastRequest], live: Iterable[str]) -> Iterable[Held]:
 
 
 def pool_tokens(info: WorkerInfo) -> int:
-    """That a worker's device holds; of one that does not say, the usual number."""
+    """Returns the tokens that a worker's device holds, or the usual number if it does not say."""
     return info.kv_total_blocks * info.block_size or USUAL.kv_pool_tokens
 
 
 def mean_speed(speeds: Iterable[Speed]) -> Speed:
-    known = [*speeds] or [DEFAULT_SPEED]
-    return replace(
-        DEFAULT_SPEED,
-        **{
-            name: fmean(getattr(speed, name) for speed in known)
-            for name in Speed.__dataclass_fields__
-        },
-    )
+    known = [astuple(speed) for speed in speeds] or [astuple(DEFAULT_SPEED)]
+    return Speed(*map(fmean, zip(*known, strict=True)))
 
 
 def _load(load: Load, measured: Measurement, now_ms: int) -> WorkerLoad:
@@ -334,13 +320,4 @@ def _load(load: Load, measured: Measurement, now_ms: int) -> WorkerLoad:
 
 
 def _mean(loads: list[WorkerLoad]) -> WorkerLoad:
-    def of(get: Callable[[WorkerLoad], float]) -> float:
-        return fmean(map(get, loads))
-
-    return WorkerLoad(
-        prefill_queue=of(lambda load: load.prefill_queue),
-        queue_s=of(lambda load: load.queue_s),
-        kv_usage=of(lambda load: load.kv_usage),
-        waiting=of(lambda load: load.waiting),
-        requests=of(lambda load: load.requests),
-    )
+    return WorkerLoad(*map(fmean, zip(*map(astuple, loads), strict=True)))

@@ -1,4 +1,4 @@
-"""What a fleet of another size would have made of the recorded decisions."""
+"""Predictions of what fleets of other sizes would have made of the recorded decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.state.scripts import ScriptRunner
 TIMEOUT_S = 2.0
 POLL_S = 0.1
 LEAST_S = 1e-12
-"""For KV of one token to travel."""
+"""Seconds for KV of one token to travel."""
 
 
 def replay_of(
@@ -35,8 +35,7 @@ def replay_of(
     is_over: Callable[[], bool] = lambda: False,
     grows: float = 1.0,
 ) -> Replay:
-    """What plays the decisions of one state. policy: of the routers. is_over, grows: see
-    Replay."""
+    """Returns the Replay of one state. policy: of the routers. is_over, grows: see Replay."""
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
     setting = Setting(host_pool_tokens=observer.host_pool_tokens)
     if state.has_roles:
@@ -59,10 +58,8 @@ def predictor(replay: Replay, state: FleetState) -> Predict:
 async def whatif(
     redis: RedisClient, keyspace: Keyspace, sizes: list[int], policy: str
 ) -> list[Prediction]:
-    """For fleets of `sizes`, in which as many prefill as now, by the decisions of late.
-
-    Raises RedisUnavailable.
-    """
+    """Returns predictions for fleets of `sizes`, in which as many prefill as now. Raises
+    RedisUnavailable."""
     fleet = Fleet(redis, keyspace, TIMEOUT_S)
     observer = Observer(fleet, redis, ScriptRunner(redis, TIMEOUT_S), keyspace)
     following = asyncio.create_task(fleet.measurements.follow())

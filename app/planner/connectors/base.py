@@ -1,4 +1,4 @@
-"""What a connector does, and the two that need no library: one advises, one runs a command."""
+"""The interface of connectors, and the two that need no library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ConnectorError(KvrouteError):
 
 
 class Connector(Protocol):
-    """Changes the fleet. Both raise ConnectorError, and may be cancelled at a deadline.
+    """Changes the fleet. Both methods raise ConnectorError, and may be cancelled at a deadline.
 
-    desired: workers that there will be.
+    desired: number of workers that there will be.
     """
 
     async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
@@ -30,13 +30,13 @@ class Connector(Protocol):
 
 
 class Advise:
-    """Changes nothing: what is proposed is in Redis, in metrics and in the log."""
+    """A connector that changes nothing: proposals are in Redis, in metrics and in the log."""
 
     async def add(self, role: Role, count: int, desired: int, reason: str) -> None:
-        """Nothing."""
+        pass
 
     async def remove(self, worker: str, role: Role, desired: int) -> None:
-        """Nothing."""
+        pass
 
 
 MOST_SHOWN = 500

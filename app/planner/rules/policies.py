@@ -13,8 +13,7 @@ from statistics import fmean
 from app.core.roles import Role
 from app.core.settings.planner import ScalingPolicy
 from app.core.worker_report import DEFAULT_SPEED, Speed
-from app.planner.rules.forecast import growth
-from app.planner.rules.sleep import reason_to_sleep
+from app.planner.rules.replay import growth
 from app.planner.rules.state import (
     FleetState,
     PastRequest,
@@ -31,18 +30,18 @@ from app.planner.rules.state import (
 )
 
 Predict = Callable[[Pools], Prediction]
-"""What such pools would have made of the recorded decisions. With one worker less, a pool is
+"""Returns what pools would have made of the recorded decisions. A pool with one worker less is
 without the one that would leave."""
 AIM_GAIN = 2.0
 AIM_ROOM = 0.4
 LEAST_GAIN = 0.01
-"""By so much of all requests a change of role must help where it does not reach the SLO."""
+"""Share of all requests that a change of role must help where it does not reach the SLO."""
 Victim = Callable[[FleetState], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a policy wants: so many workers in each pool."""
+    """The number of workers in each pool that a policy wants, and why."""
 
     desired: Pools
     reason: Reason
@@ -56,7 +55,7 @@ Policy = Callable[[FleetState, Rules, Predict], Advice]
 def propose(
     name: str, state: FleetState, rules: Rules, predict: Predict, victim: Victim
 ) -> Proposal:
-    """What the policy `name`, a key of POLICIES, proposes within the rules.
+    """Returns what a policy proposes within the rules. name: a key of POLICIES.
 
     Where one worker leaves and another starts in the other pool, the first makes room for the
     second.
@@ -83,7 +82,7 @@ def propose(
 
 def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Advice:
     now = state.pools
-    if (sleeps := reason_to_sleep(state, rules)) is not None:
+    if (sleeps := _reason_to_sleep(state, rules)) is not None:
         fewer = now.but(prefill=-1) if now.prefill else now.but(decode=-min(1, now.decode))
         return Advice(fewer, sleeps)
     least = Pools(max(int(state.has_roles), now.prefill), max(1, now.decode))
@@ -101,24 +100,44 @@ def _wish(name: str, state: FleetState, rules: Rules, predict: Predict) -> Advic
     return POLICIES[name](state, rules, predict)
 
 
+def _reason_to_sleep(state: FleetState, rules: Rules) -> Reason | None:
+    """Returns ASLEEP, IDLE if one more worker is to leave, or None if the fleet needs workers."""
+    if rules.min_workers or not state.may_sleep or state.somebody_waits:
+        return None
+    if not state.size:
+        return Reason.ASLEEP
+    return Reason.IDLE if _is_idle(state, rules) else None
+
+
+def _is_idle(state: FleetState, rules: Rules) -> bool:
+    """Whether nothing was asked for so long, and nothing is under way. A new worker counts as asked
+    for."""
+    since_s = state.now_s - rules.idle_s
+    if state.is_changing or any(asked.at_s > since_s for asked in state.recent):
+        return False
+    return all(
+        worker.since_s <= since_s and worker.load is not None and not worker.load.requests
+        for worker in state.those(Phase.LIVE)
+    )
+
+
 def _loads(workers: Iterable[WorkerState]) -> Iterator[WorkerLoad]:
     return (worker.load for worker in workers if worker.load is not None)
 
 
 def prefill_queue(workers: Iterable[WorkerState]) -> float:
-    """Mean of the workers; of none it is 0: who has none has no load."""
+    """Returns the mean of the workers, 0 of none."""
     return fmean([load.prefill_queue for load in _loads(workers)] or [0.0])
 
 
 def kv_load(workers: Iterable[WorkerState], rules: Rules) -> float:
-    """Mean of the workers' KV use, and of what their waiting requests will take; of none it is
-    0."""
+    """Returns the mean of the workers' KV use and of what waiting requests will take, 0 of none."""
     per_waiting = rules.kv_load_per_waiting
     return fmean([load.kv_usage + per_waiting * load.waiting for load in _loads(workers)] or [0.0])
 
 
 def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) -> bool:
-    """Whether one of the live ones among `workers` has joined a short time ago."""
+    """Whether a live one of `workers` has joined a short time ago."""
     since_s = state.now_s - rules.grace_intervals * rules.interval_s
     return any(w.since_s > since_s for w in workers if w.phase is Phase.LIVE)
 
@@ -129,7 +148,7 @@ def _one_more(pools: Pools, state: FleetState) -> list[Pools]:
 
 
 def _fewer(pools: Pools, state: FleetState, rules: Rules, by: int = 1) -> list[Pools]:
-    """So many fewer in either pool, as far as each keeps a worker."""
+    """Returns the pools with one of them smaller, as far as each keeps a worker."""
     if pools.size - by < rules.min_workers:
         return []
     fewer = (pools.but(prefill=-by), pools.but(decode=-by))
@@ -142,12 +161,12 @@ def _other_roles(pools: Pools) -> list[Pools]:
 
 
 def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice:
-    """One more where the queue of prefills for each worker or the KV load is high, one less where
-    they are low; nothing while a change is under way.
+    """Adds a worker where the queue of prefills or the KV load is high, takes one away where both
+    are low, and does nothing while a change is under way.
 
     With roles, the queue is that of the workers that prefill, and the KV load that of those that
-    decode. If both are high, one that decodes is added: who waits for KV there cannot be helped by
-    prefills. Without budget the pool that has too many makes room. After NVIDIA Dynamo 0.2,
+    decode. If both are high, a worker that decodes is added: prefills do not help requests that
+    wait for KV there. Without budget the pool with too many makes room. After NVIDIA Dynamo 0.2,
     docs/architecture/load_planner.md.
     """
     now, decoding = state.pools, state.live_in(Role.DECODE)
@@ -180,14 +199,13 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice:
 
 
 def slo(state: FleetState, rules: Rules, predict: Predict) -> Advice:
-    """The smallest fleet that would have kept the SLO over the recorded decisions.
+    """Wants the smallest fleet that would have kept the SLO over the recorded decisions.
 
-    If that is missed, a change of role that keeps it costs least. Else up at once, by up to two
-    workers, where they help most. Down, where that costs least, to what was needed at every
-    proposal for as many seconds as it costs of a worker's time to take a step back: a start, and
-    what the cache of the one that leaves is worth. When it will be needed again is not known. Who
-    keeps it until it has cost as much as its return would pays at most twice what who knew would
-    pay: the ski rental problem.
+    If the SLO is missed, a change of role that keeps it costs least. Else the fleet grows at once,
+    by up to two workers, where they help most. It shrinks, where that costs least, to what every
+    proposal needed for as long as a step back would cost of a worker's time: a start, and what the
+    cache of the worker that leaves is worth. Keeping a worker until it has cost as much as its
+    return costs at most twice what would be best: the ski rental problem.
     """
     now = predict(state.pools)
     inputs = _judged(state, rules, now)
@@ -217,7 +235,7 @@ def _better(
     now: Prediction,
     inputs: dict[str, float],
 ) -> Advice:
-    """For a fleet that misses the SLO."""
+    """Returns the advice for a fleet that misses the SLO."""
     aim, inputs["needed"] = inputs["aim"], float(state.size)
     candidates, moved = [now], None
     if not state.is_changing and not in_grace(state.workers, state, rules):
@@ -242,8 +260,8 @@ def _best(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def _judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float]:
-    """What is known of the SLO. now: of the fleet as it is. `aim`: the share that predictions are
-    to reach."""
+    """Returns what is known of the SLO. now: of the fleet as it is. `aim`: the share that
+    predictions are to reach."""
     known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
     return {
         "requests": float(now.requests),
@@ -256,7 +274,7 @@ def _judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float
 
 
 def _kept_by(state: FleetState, rules: Rules, inputs: Mapping[str, float]) -> Reason | None:
-    """Why none leaves; None: in the last `change_s` fewer than there are were needed."""
+    """Returns why no worker leaves, or None if fewer were needed for the last `change_s`."""
     since_s = state.now_s - inputs["change_s"]
     if inputs["needed"] >= state.size:
         return Reason.ENOUGH
@@ -270,7 +288,7 @@ def _kept_by(state: FleetState, rules: Rules, inputs: Mapping[str, float]) -> Re
 
 
 def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
-    """Of how many requests it is known what came of them, and the share within the SLO; 1.0 of
+    """Returns how many requests are known to have ended, and their share within the SLO; 1.0 of
     none."""
     speeds = {worker.name: worker.speed for worker in state.workers}
     met = [
@@ -282,9 +300,9 @@ def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
 
 
 def _aim(target: float, share: float) -> float:
-    """The share within the SLO that predictions are to reach, so that `target` comes of them: above
-    it by AIM_GAIN times what was missing lately, and by at most AIM_ROOM of what there is: nobody
-    foresees bursts, and as many workers as all of it would take stand idle after one."""
+    """Returns the share within the SLO that predictions are to reach, so that requests reach
+    `target`: more by AIM_GAIN times what was missing lately, at most by AIM_ROOM of the room.
+    Nobody foresees bursts, and workers for all of one stand idle after it."""
     return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 
@@ -304,11 +322,12 @@ def unique_values(
     block_size: int,
     speed: Speed,
 ) -> dict[str, float]:
-    """Seconds of prefill that recent prompts, asked again, would take longer without each worker.
+    """Returns the seconds of prefill that recent prompts, asked again, would take longer without
+    each worker.
 
     A prompt counts half for each `half_life_s` since it was asked. Only blocks count that some
-    worker held when it was asked: they have been asked for again before. held: of each prompt.
-    Workers whose loss would cost nothing are absent.
+    worker held then: they have been asked for again before. held: of each prompt. Workers whose
+    loss would cost nothing are absent.
     """
     values: dict[str, float] = {}
     for asked, blocks in zip(recent, held, strict=True):
@@ -327,13 +346,13 @@ def unique_values(
 
 
 def least_valued(state: FleetState) -> str:
-    """The live worker whose cache is worth least, with the prefills promised to it; there must be
+    """Returns the live worker whose cache, and promised prefills, are worth least. There must be
     one."""
     return min(state.those(Phase.LIVE), key=_loss_s).name
 
 
 def least_loss_s(state: FleetState) -> float:
-    """Seconds of prefill that losing that worker would cost; 0 if there is none."""
+    """Returns the seconds of prefill that losing that worker would cost, 0 if there is none."""
     return min(map(_loss_s, state.those(Phase.LIVE)), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a fleet of another size would have made of the recorded decisions: played in virtual time.
+"""A replay of the recorded decisions in virtual time, for a fleet of any size.
 
 Workers begin with the caches that the decisions before those played have left them: one that would
 join with none, and that of the one that would leave is lost.
@@ -6,8 +6,10 @@ join with none, and that of the one that would leave is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -36,16 +38,17 @@ from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 
 FILLS = 2
-"""Prompts that fill a cache so many times leave nothing in it of those before them."""
+"""Times that prompts must fill a cache to leave nothing in it of those before them."""
 GOLDEN = 0x9E3779B97F4A7C15
 U64 = 2**64 - 1
+MOST_GROWTH = 2.0
+LEAST_S = 1.0
 REMEMBERED = 4
-"""For each decision played, as many before it at most, for caches: remembering one takes about so
-much less time than playing it."""
+"""Decisions that fill caches for each one that is played, which takes about four times as long."""
 
 
 class ReplayTooLong(KvrouteError):
-    """There was no time to play so many of the recorded decisions."""
+    """The replay of so many recorded decisions took too long."""
 
     def __init__(self, num_played: int) -> None:
         super().__init__(f"{num_played} decisions took too long to replay")
@@ -55,9 +58,9 @@ class ReplayTooLong(KvrouteError):
 class Replay:
     """Plays the recorded decisions of one state for any size of the fleet.
 
-    policy: of the routers. setting: all of it counts but the workers and the block size. speed: of
-    a worker, for the SLO. is_over: asked again and again whether no time is left. growth: they come
-    so many times as fast as they came.
+    policy: of the routers. setting: its workers and block size do not count. speed: of a worker,
+    for the SLO. is_over: asked again and again whether no time is left. growth: factor on the rate
+    of the decisions.
     """
 
     def __init__(
@@ -89,8 +92,8 @@ class Replay:
         self._judged_s = self._at_s(begin_s + lead_s)
 
     def predict(self, pools: Pools, victims: Mapping[Role, str]) -> Prediction:
-        """victims: the worker that each pool would be without if it was smaller. Of no workers,
-        nothing is known. Raises ReplayTooLong."""
+        """Returns what such pools would have made of the decisions. victims: the worker that a
+        smaller pool is without. Raises ReplayTooLong."""
         if not pools.size:
             return Prediction(0, 0, 1.0, 0.0, 0.0)
         crew: list[WorkerState] = []
@@ -104,7 +107,7 @@ class Replay:
     def _crew(
         self, workers: Sequence[WorkerState], size: int, victim: str | None, role: Role
     ) -> list[WorkerState]:
-        """`size` workers: these without the victim, and then new ones of that role."""
+        """Returns `size` workers: these without the victim, and then new ones of that role."""
         stay = [worker for worker in workers if worker.name != victim][:size]
         usual = next((worker.profile for worker in workers if worker.profile), self._usual)
         new = WorkerState("", Phase.PENDING, 0.0, profile=usual, role=role)
@@ -146,7 +149,7 @@ class Replay:
         return summary(len(crew), judged, self._rules.slo, self._speed)
 
     def _at_s(self, at_s: float) -> float:
-        """When that is in virtual time."""
+        """Returns a time of decisions as virtual time."""
         return (at_s - self._origin_s) / self._growth
 
     def _check_time(self) -> None:
@@ -154,7 +157,7 @@ class Replay:
             raise ReplayTooLong(len(self._played))
 
     def _remembered(self, fleet: SimFleet, places: Mapping[str, int]) -> Iterator[PastRequest]:
-        """Of the decisions before those played, the ones that have left a trace in the caches."""
+        """Yields the decisions before those played that have left a trace in the caches."""
         host_blocks = self._setting.host_pool_tokens // self._setting.block_size
         room = {
             name: FILLS * (fleet.workers[place].metrics.kv_total_blocks + host_blocks)
@@ -171,8 +174,8 @@ class Replay:
 
 
 def _output_that_fits(request: SimRequest, pools: Iterable[int], block_size: int) -> int:
-    """How long the answer can be on any worker that a router would choose; below 1: on some of
-    them there is no room for one. pools: blocks of the workers."""
+    """Returns how long the answer can be on any worker that a router would choose, below 1 if some
+    have no room. pools: blocks of the workers."""
     prompt_blocks = -(-request.prompt_tokens // block_size)
     room = min((pool for pool in pools if pool >= prompt_blocks), default=0)
     return min(request.max_tokens, room * block_size - request.prompt_tokens)
@@ -187,7 +190,7 @@ def meets(answer: SimAnswer, slo: Slo, speed: Speed) -> bool:
 
 
 def summary(size: int, answers: Sequence[SimAnswer], slo: Slo, speed: Speed) -> Prediction:
-    """Of no requests all are within the SLO."""
+    """Returns what answers come to; of none, all are within the SLO."""
     ttfts = [a.first_token_s - a.arrival_s for a in answers if a.first_token_s is not None]
     return Prediction(
         size=size,
@@ -208,8 +211,8 @@ def recorded_request(
     block_size: int,
     merged: int = 1,
 ) -> SimRequest:
-    """A request like the one that a decision's record tells of, in blocks of `merged` of its own.
-    recorded: some of these.
+    """Returns a request like the recorded one, in blocks of `merged` of its own. recorded: some of
+    its blocks.
 
     A block that was not recorded is made from the next one that was, so that prompts share here
     what they share, up to the last recorded block of it. Those behind the last are its own.
@@ -225,3 +228,23 @@ def recorded_request(
         chain.append(SequenceHash(block if end == place else block ^ (place * GOLDEN & U64)))
     tail = (0,) * (prompt_tokens - len(chain) * merged * block_size)
     return SimRequest(request_id, tuple(chain), tail, prompt_tokens, output_tokens)
+
+
+def growth(state: FleetState, rules: Rules) -> float:
+    """Returns the rate of requests once a worker that is asked for now is live, over the mean rate
+    of those replayed; at least 1.
+
+    If the rate changes evenly, relative to its mean by r a second, requests of the last T seconds
+    lie r T² / 12 behind their middle on average; of N of them that is exact to T / sqrt(12 N). As
+    much as may be chance is taken off: few requests foretell nothing. T begins with the first
+    request of the window: that there was none before says that traffic began, not that it grows.
+    """
+    begin_s = state.now_s - rules.window_s - rules.lead_s
+    at_s = [asked.at_s for asked in state.recent if asked.at_s >= begin_s]
+    if len(at_s) < 2:
+        return 1.0
+    first_s, *later_s = sorted(at_s)
+    past_s = max(state.now_s - first_s, LEAST_S)
+    behind_s = fmean(later_s) - first_s - past_s / 2 - past_s / math.sqrt(12 * len(later_s))
+    rise = 12 * max(0.0, behind_s) / past_s**2
+    return min(MOST_GROWTH, 1.0 + rise * (past_s / 2 + state.startup_s))

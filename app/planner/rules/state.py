@@ -1,4 +1,4 @@
-"""What a proposal is made from, and what it says. Times are seconds of one clock."""
+"""Input and output of a proposal. Times are seconds of one clock."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from app.simulation.profiles import Profile
 from app.simulation.steps import SimRequest
 
 USUAL_STARTUP_S = 60.0
-"""Of workers none of which has been seen to start."""
+"""Startup time of workers of which none has been seen to start."""
 
 
 class Phase(StrEnum):
-    PENDING = "pending"
-    """Asked for, and not registered yet."""
+    PENDING = "pending"  # asked for, and not registered yet
     LIVE = "live"
     DRAINING = "draining"
 
@@ -27,37 +26,29 @@ class Reason(StrEnum):
 
     BELOW_MINIMUM = "below_minimum"
     OVER_BUDGET = "over_budget"
-    NO_METRICS = "no_metrics"
-    """Some live worker's load is not known."""
-    FLEET_CHANGED = "fleet_changed"
-    """Somebody else changed its size, which is accepted."""
+    NO_METRICS = "no_metrics"  # some live worker's load is not known
+    FLEET_CHANGED = "fleet_changed"  # by somebody else, which is accepted
     CHANGE_UNDER_WAY = "change_under_way"
-    GRACE = "grace"
-    """It could be smaller, but a worker was added a short time ago."""
+    GRACE = "grace"  # it could be smaller, but a worker was added a short time ago
     AT_MINIMUM = "at_minimum"
     AT_BUDGET = "at_budget"
     PREFILL_QUEUE = "prefill_queue"
     KV_LOAD = "kv_load"
     LOW_LOAD = "low_load"
-    COOL_DOWN = "cool_down"
-    """Fewer would do, but not for long enough yet."""
+    COOL_DOWN = "cool_down"  # fewer would do, but not for long enough yet
     SLO_MISSED = "slo_missed"
     SLO_MET_BY_FEWER = "slo_met_by_fewer"
-    OTHER_ROLE = "other_role"
-    """A worker would do more good in the other pool."""
+    OTHER_ROLE = "other_role"  # a worker would do more good in the other pool
     ENOUGH = "enough"
-    WOKEN = "woken"
-    """Requests wait, and there is no worker."""
+    WOKEN = "woken"  # requests wait, and there is no worker
     ASLEEP = "asleep"
-    IDLE = "idle"
-    """For so long that even the last worker leaves."""
-    SCHEDULED = "scheduled"
-    """By somebody who sets sizes by the clock."""
+    IDLE = "idle"  # for so long that even the last worker leaves
+    SCHEDULED = "scheduled"  # sizes are set by the clock
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Workers of a fleet. decode: all that do not merely prefill; without roles these are all."""
+    """Numbers of workers. decode: all that do not merely prefill; without roles, all."""
 
     prefill: int
     decode: int
@@ -67,40 +58,42 @@ class Pools:
         return self.prefill + self.decode
 
     def but(self, *, prefill: int = 0, decode: int = 0) -> Pools:
-        """With so many more."""
+        """Returns the pools with so many workers more."""
         return Pools(self.prefill + prefill, self.decode + decode)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Means over the last interval."""
+    """Means over the last interval.
+
+    prefill_queue: requests that wait for the prefill of others. queue_s: seconds of prefill that
+    are promised. kv_usage: share of KV blocks in use, 0-1. waiting: requests that the engine has
+    not begun. requests: those in flight.
+    """
 
     prefill_queue: float
-    """Requests that wait for the prefill of others."""
     queue_s: float
-    """Seconds of prefill that are promised."""
     kv_usage: float
-    """Share of its KV blocks in use, 0-1."""
     waiting: float
-    """Requests that its engine has not begun."""
     requests: float
-    """In flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker. load: None while it is not known."""
+    """One worker.
+
+    since_s: when the phase began. load: None while it is not known. unique_value_s: seconds of
+    prefill that losing the worker would cost. profile: of its engine in virtual time; None: like
+    the first of the others.
+    """
 
     name: str
     phase: Phase
     since_s: float
-    """When the phase began."""
     load: WorkerLoad | None = None
     unique_value_s: float = 0.0
-    """Seconds of prefill that losing it would cost: see app.planner.rules.policies."""
     speed: Speed = DEFAULT_SPEED
     profile: Profile | None = None
-    """Of its engine in virtual time; None: it will be like the first of the others."""
     role: Role = Role.BOTH
 
     @property
@@ -109,13 +102,13 @@ class WorkerState:
 
 
 def pool_of(role: Role) -> Role:
-    """PREFILL or DECODE: the pool in which a worker of that role counts."""
+    """Returns the pool in which a worker of that role counts: PREFILL or DECODE."""
     return Role.PREFILL if role is Role.PREFILL else Role.DECODE
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What came of a request. token_s: mean time between two of its tokens."""
+    """Times of a request. token_s: mean time between two of its tokens."""
 
     ttft_s: float
     token_s: float
@@ -123,17 +116,18 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class PastRequest:
-    """One recorded decision. request: its blocks stand for those of the prompt."""
+    """One recorded decision.
+
+    request: its blocks stand for those of the prompt. best_blocks: leading blocks that some worker
+    held then. came: None if nobody has said. source: the worker that handed on blocks; "": none.
+    """
 
     at_s: float
     worker: str
     request: SimRequest
     best_blocks: int = 0
-    """Leading blocks that some worker held when it was decided."""
     came: Latencies | None = None
-    """None: nobody has said."""
     source: str = ""
-    """The worker that it got blocks of its prompt from; "": none."""
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -143,16 +137,18 @@ class PastRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the recorded decisions would have come to. attainment: share within the SLO, 0-1."""
+    """Outcome of the recorded decisions in a fleet of some size.
+
+    attainment: share within the SLO, 0-1. hit_rate: share of the prompts' tokens that were cached,
+    0-1. pools: None if workers have no roles.
+    """
 
     size: int
     requests: int
     attainment: float
     ttft_p99_s: float
     hit_rate: float
-    """Share of the prompts' tokens that were cached."""
     pools: Pools | None = None
-    """None: its workers have no roles."""
 
     @property
     def fleet(self) -> Pools:
@@ -161,7 +157,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """size: that it was made for, with those pending. victim: who should leave, if anyone."""
+    """A proposal. size: workers that it was made for, pending ones included. victim: the worker
+    that should leave. pools, desired_pools: those of `size` and `desired`; None without roles."""
 
     at_s: float
     policy: str
@@ -173,7 +170,6 @@ class Proposal:
     candidates: tuple[Prediction, ...] = ()
     pools: Pools | None = None
     desired_pools: Pools | None = None
-    """Of `size` and `desired`; None: the workers have no roles."""
 
     @property
     def before(self) -> Pools:
@@ -185,7 +181,7 @@ class Proposal:
 
     @property
     def starts(self) -> Mapping[Role, int]:
-        """How many workers of each role should start."""
+        """Numbers of workers of each role that should start."""
         more = {
             Role.PREFILL: self.after.prefill - self.before.prefill,
             Role.BOTH if self.pools is None else Role.DECODE: self.after.decode
@@ -196,8 +192,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """recent: decisions, the oldest first, in blocks of `block_size` tokens. proposals: the last
-    ones, the newest last. startup_s: from when a worker is asked for until it registers."""
+    """State of a fleet.
+
+    recent: decisions, the oldest first, in blocks of `block_size` tokens. proposals: the last ones,
+    the newest last. startup_s: time from asking for a worker until it registers. somebody_waits:
+    whether a request waits at a router. may_sleep: whether routers would know its models without a
+    worker. wants_roles: whether it is to have two pools even while no worker has a role.
+    """
 
     now_s: float
     workers: Sequence[WorkerState]
@@ -206,11 +207,8 @@ class FleetState:
     block_size: int = 256
     startup_s: float = USUAL_STARTUP_S
     somebody_waits: bool = False
-    """Whether any request waits at a router."""
     may_sleep: bool = False
-    """Whether routers would know its models without a worker."""
     wants_roles: bool = False
-    """Whether it is to have two pools even while no worker has a role."""
 
     def those(self, phase: Phase) -> list[WorkerState]:
         return [worker for worker in self.workers if worker.phase is phase]
@@ -220,12 +218,12 @@ class FleetState:
 
     @property
     def size(self) -> int:
-        """Workers that are live or will be."""
+        """Number of workers that are live or will be."""
         return len(self.workers) - len(self.those(Phase.DRAINING))
 
     @property
     def pools(self) -> Pools:
-        """Workers of each pool that are live or will be."""
+        """Numbers of workers in each pool that are live or will be."""
         stay = [worker.pool for worker in self.workers if worker.phase is not Phase.DRAINING]
         return Pools(stay.count(Role.PREFILL), stay.count(Role.DECODE))
 
@@ -240,8 +238,9 @@ class FleetState:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A first token within `ttft_s` plus `prefills` times the prefill that the prompt would take
-    alone and uncached, and at most `token_s` per further token; for a share `target` of all."""
+    """Promise of a first token within `ttft_s` plus `prefills` times the prefill that the prompt
+    would take alone and uncached, and of `token_s` per further token, for a share `target` of
+    all."""
 
     ttft_s: float = 2.0
     prefills: float = 1.5
@@ -256,16 +255,22 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What every policy keeps to, and what some of them are set to."""
+    """Limits and settings of policies.
+
+    min_workers: 0 lets all leave when nothing was asked for `idle_s`. interval_s: from one proposal
+    to the next. grace_intervals: time after a worker has joined in which none leaves.
+    longest_kept_s: time for which `slo` keeps a spare worker at most, whatever its cache is worth.
+    window_s: time whose decisions are replayed. lead_s: time before, whose decisions are replayed
+    and not judged, to find workers as busy as they were; at most half of all. window_requests:
+    decisions that are replayed at most. half_life_s: age at which a prompt says half as much of
+    what will be asked for again. attained_s: time whose requests count as attained.
+    """
 
     min_workers: int = 1
-    """0: all leave when nothing was asked for `idle_s`."""
     max_workers: int = 64
     idle_s: float = 300.0
     interval_s: float = 30.0
-    """From one proposal to the next."""
     grace_intervals: int = 3
-    """After a worker has joined, none leaves for so long."""
     prefill_queue_up: float = 0.5
     prefill_queue_down: float = 0.2
     kv_load_up: float = 0.9
@@ -273,22 +278,15 @@ class Rules:
     kv_load_per_waiting: float = 0.02
     slo: Slo = Slo()
     longest_kept_s: float = 600.0
-    """By `slo`, a worker to spare is kept for no longer, whatever its cache is worth."""
     window_s: float = 180.0
-    """Recorded decisions of so long are replayed."""
     lead_s: float = 60.0
-    """Those of so long before them too, but not judged: to find workers as busy as they were. At
-    most half of all that are replayed."""
     window_requests: int = 4096
-    """At most so many are replayed."""
     half_life_s: float = 300.0
-    """A prompt asked so long ago says half as much of what will be asked for again."""
     attained_s: float = 1800.0
-    """What came of the requests of so long counts as what was attained."""
 
 
 def prefill_s(cached_tokens: int, prompt_tokens: int, speed: Speed) -> float:
-    """Seconds to compute a prompt from its token `cached_tokens` on."""
+    """Returns the seconds to compute a prompt from its token `cached_tokens` on."""
     uncached = prompt_tokens - cached_tokens
     attended = (prompt_tokens + cached_tokens) / 2
     return uncached * (speed.prefill_s_per_token + speed.prefill_s_per_token2 * attended)

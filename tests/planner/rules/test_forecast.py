@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from app.planner.rules.forecast import MOST_GROWTH, growth
+from app.planner.rules.replay import MOST_GROWTH, growth
 from app.planner.rules.state import FleetState, PastRequest, Rules
 from app.simulation.steps import SimRequest
 
