@@ -1,1 +1,1 @@
-"""What the console shows: the same answers for its page and as JSON."""
+"""The console: a page for operators, and its answers as JSON."""

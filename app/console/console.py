@@ -26,7 +26,7 @@ from app.ops.drain import named
 from app.ops.explain import explanation, find
 from app.ops.figures import LONG_WINDOW_S, WINDOW_S, Together
 from app.ops.names import names_of
-from app.ops.prefixes import usages
+from app.ops.reuse import usages
 from app.ops.usage import as_dict, by_hour
 from app.ops.workers import requests_on
 from app.policy.view import View

@@ -23,7 +23,7 @@ Sample = tuple[int, dict[str, Any]]
 
 
 class Curves:
-    """The samples of one history, each read from Redis once."""
+    """Samples of one history, each read from Redis once."""
 
     def __init__(self, redis: RedisClient, keyspace: Keyspace, *, minute: bool) -> None:
         self._redis = redis

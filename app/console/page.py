@@ -1,4 +1,4 @@
-"""The files of the console's page, as they lie in app/console/static."""
+"""Files of the console's page, from app/console/static."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class File:
 @ROUTER.get("/console/")
 @ROUTER.get("/console/static/{file:path}")
 async def page(request: Request, replica: Replica, file: str = INDEX) -> Response:
-    """A file of the page. Its own links are relative, so that it works below any prefix."""
+    """Send a file of the page. Its links are relative, so that it works below any prefix."""
     if replica.console is None:
         raise HTTPException(404, "The console is off: --console.")
     found = static_files().get(file)
@@ -63,13 +63,13 @@ async def page(request: Request, replica: Replica, file: str = INDEX) -> Respons
 
 @ROUTER.get("/console")
 async def redirect() -> Response:
-    """To the path with a slash, from which the page's links are relative."""
+    """Redirect to the path with a slash, from which the page's links are relative."""
     return Response(status_code=307, headers={"location": "console/"})
 
 
 @cache
 def static_files() -> Mapping[str, File]:
-    """By their paths below app/console/static. Other kinds than TYPES are not served."""
+    """Returns the files of TYPES by their paths below app/console/static."""
     return dict(_below(files("app.console") / "static", ""))
 
 

@@ -1,4 +1,4 @@
-"""Workers in rows, and those that were there a moment ago."""
+"""Rows of workers, those that were there a moment ago included."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from app.state.last_errors import Errors
 FAILED = ("failed", Kind.ENGINE, Kind.CUT)
 FEW = 10
 FAILING_SHARE = 0.2
-"""Of a worker's requests of the last minute, unless they are fewer than FEW."""
+"""Share of a worker's requests of the last minute, unless they are fewer than FEW."""
 BY_TROUBLE = (
     *(State.SERVING, State.DRAINING, State.AWAY, State.TRIAL, State.PAUSED, State.LAPSED),
     *(State.GONE, "stale", State.ILL, State.TAINTED, "failing"),
 )
-"""States, and what else there may be amiss, the worst last."""
+"""States, and other kinds of trouble, the worst last."""
 RETRIED = ("failed", "full")
 """Requests that went on to another worker, before or within their answers."""
 GONE_MS = 60_000
-"""A worker that is gone is shown for so long."""
+"""Time for which a worker that is gone is shown."""
 
 
 @dataclass(slots=True)
@@ -35,13 +35,13 @@ class _Sighting:
 
 
 class Roster:
-    """The rows of workers by key, as they were last seen."""
+    """Rows of workers by key, as they were last seen."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Sighting] = {}
 
     def see(self, view: View) -> list[dict[str, Any]]:
-        """All rows by now, in the order of the workers' keys."""
+        """Returns all rows, in the order of the workers' keys."""
         for row in _rows(view):
             self._seen[row["worker"]] = _Sighting(row, view.now_ms)
         for key, seen in list(self._seen.items()):
@@ -107,7 +107,8 @@ COLUMNS = (
 def with_values(
     rows: list[dict[str, Any]], values: Mapping[str, float], hits: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """values: seconds that losing a worker would cost, by its id. hits: predicted, by its key."""
+    """Adds the cost of losing a worker, in seconds by its id, and its predicted hits, by its
+    key."""
     return [
         row
         | {
@@ -121,7 +122,8 @@ def with_values(
 def with_endings(
     rows: list[dict[str, Any]], ended: Mapping[str, Mapping[str, float]], errors: Iterable[Errors]
 ) -> list[dict[str, Any]]:
-    """ended: requests of the last minute at each worker, by how. errors: the latest first."""
+    """Adds how requests ended. ended: requests of the last minute at each worker, by how they
+    ended. errors: the latest first."""
     last: dict[str, Errors] = {}
     for one in errors:
         last.setdefault(one.error.worker, one)
@@ -133,7 +135,7 @@ def with_endings(
 
 
 def _trouble(row: Mapping[str, Any], counts: Mapping[str, Any]) -> int:
-    """How much trouble a worker is in, for sorting: by its state, then by requests."""
+    """Returns a number that grows with the trouble of a worker: by its state, then by requests."""
     failed, tried = counts["failed"], counts["failed"] + counts["ok"]
     amiss = [row["state"]]
     if row["state"] == State.SERVING:

@@ -1,4 +1,4 @@
-"""Says once a second that a replica is there, and adds to the history that all replicas share."""
+"""A replica's sign of life, once a second, and its part in the history that all replicas share."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ BEAT_S = 1.0
 TIMEOUT_S = 2.0
 HOUR_MS = 3_600_000
 CHANGES = ("joined", "left", "lost", "ill")
-"""Events of workers that come and go."""
 MAX_QUEUES = 200
-"""Workers whose queues a sample has: those with the longest."""
+"""Workers whose queues a sample has, those with the longest."""
 
 
 class Sampler:
-    """Beats while `run` runs. replica: a name that no other one has. namespace_weights: the
-    setting, as it is now. apart: whether the tokenizer of a model is another than its engines'."""
+    """Beats while `run` runs.
+
+    replica: a name that no other one has. namespace_weights: returns the setting as it is now.
+    apart: returns for each model whether its tokenizer differs from its engines'.
+    """
 
     def __init__(
         self,
@@ -54,10 +56,8 @@ class Sampler:
         self._window = Window()
         self._step = 0
         self._away_s: float | None = None
-        """Since when Redis has not answered; None: it does."""
         self.roster = Roster()
         self._changed = deque[events.NamespaceEvent]()
-        """The last hour's."""
         self._last_event = ""
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class Sampler:
                 await self._runner.one(replicas.beat(self._keyspace, self._replica, None))
 
     async def _note_return(self) -> None:
-        """Tell that Redis was away: only now can it be told."""
+        """Record that Redis was away, which only now can be recorded."""
         if self._away_s is not None:
             text = f"for {time.monotonic() - self._away_s:.0f} s or more"
             await self._runner.one(events.record(self._keyspace, "redis_away", self._replica, text))
@@ -113,7 +113,7 @@ class Sampler:
             await self._sample()
 
     async def _changes(self) -> dict[str, int]:
-        """How often each worker has joined or left within the last hour."""
+        """Returns how often each worker has joined or left within the last hour."""
         now_ms = self._router.fleet.redis_now_ms or 0
         after = self._last_event or f"{max(0, now_ms - HOUR_MS)}-0"
         page = await events.read(self._router.redis, self._keyspace, after, events.KEPT)
@@ -136,7 +136,7 @@ class Sampler:
 
 
 def sampled(together: Together, view: View | None) -> dict[str, Any]:
-    """One sample of the history. queues: seconds of prefill, by worker."""
+    """Returns a sample of the history, with the seconds of prefill of each worker as `queues`."""
     queues = {}
     if view is not None:
         queues = {
@@ -154,7 +154,7 @@ def sampled(together: Together, view: View | None) -> dict[str, Any]:
 
 
 def means(samples: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The mean of each series where it is known; queues are left out."""
+    """Returns the mean of each series where it is known; queues are left out."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.items():
@@ -168,5 +168,5 @@ def means(samples: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def short(value: float | None) -> float | None:
-    """Four digits of it: answers are read by eye."""
+    """Returns the value with four digits: answers are read by eye."""
     return None if value is None else float(f"{value:.4g}")

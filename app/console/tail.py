@@ -1,4 +1,4 @@
-"""The newest decisions and events, read from where one last was."""
+"""The newest decisions of a namespace, each read from Redis once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.state.streams import id_ms, pages_backwards
 
 KEPT = 1000
 MAX_READ = 256
-"""At a time: a millisecond of Redis. What comes faster is left out."""
+"""Decisions that are read at a time, in a millisecond of Redis. What comes faster is left out."""
 PAGE = 64
 TIMEOUT_S = 2.0
 COLUMNS = (
@@ -27,7 +27,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class DecisionFilter:
-    """Which decisions are asked for. worker: an id or a key. None: any."""
+    """Values of the decisions that are asked for. worker: an id or a key. None: any."""
 
     reason: str | None = None
     worker: str | None = None
@@ -44,7 +44,7 @@ class DecisionFilter:
 
 
 class Entry(NamedTuple):
-    """A decision without its candidates. id: of the stream."""
+    """A decision without its candidates, and its id in the stream."""
 
     id: str
     record: DecisionSummary
@@ -69,10 +69,10 @@ class DecisionTail:
         self._last = ""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self._read_from = ""
-        """Before this entry some may be missing; "": none has been read."""
+        """Entry before which some may be missing; "": none has been read."""
 
     async def follow(self) -> None:
-        """Read what has been added since. Raises RedisUnavailable."""
+        """Read the decisions that have been added since. Raises RedisUnavailable."""
         oldest = f"({self._last}" if self._last else "-"
         most = MAX_READ if self._last else KEPT
         new: list[Entry] = []
@@ -100,7 +100,7 @@ class DecisionTail:
         return place(after) < begins
 
     def hits(self) -> dict[str, float]:
-        """Share of the blocks of each worker's prompts that it was predicted to hold."""
+        """Returns the share of the blocks of each worker's prompts that it should have held."""
         held: dict[str, list[int]] = {}
         for _, record, _ in self.entries:
             sums = held.setdefault(record.worker, [0, 0])
@@ -110,14 +110,14 @@ class DecisionTail:
 
 
 def place(entry_id: str) -> tuple[int, int]:
-    """Where an entry is in its stream; an id that is none is before all."""
+    """Returns an id as two numbers, which sort like the stream; (0, 0) if it is no id."""
     ms, _, number = entry_id.partition("-")
     number = number or "0"
     return (int(ms), int(number)) if ms.isdecimal() and number.isdecimal() else (0, 0)
 
 
 def entries(page: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Entry]:
-    """Those that can be read."""
+    """Yields the entries that can be read."""
     for entry_id, fields in page:
         try:
             record, explained = decode_summary(fields[decisions.FIELD])

@@ -1,4 +1,4 @@
-"""What makes cache-aware routing useless without an error anywhere, looked up in Redis."""
+"""Checks for what makes cache-aware routing useless without an error anywhere, by asking Redis."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ SLOW_S = 0.005
 CLOCK_S = 5.0
 NEARLY_FULL = 0.9
 MAX_EVENTS, TRAFFIC_MS = 100, 900_000
-"""That are looked through."""
 LOST_MS = 600_000
-"""For so long a router that was lost is told."""
+"""Time for which a router that was lost is told."""
 QUIET, SOME_PER_S = 2, 0.1
-"""Minutes without a request, after so many a second, are told."""
+"""Minutes without a request, after so many requests a second, that are told."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
 async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
-    """Checks of Redis itself; after the first that fails because it is away, no more."""
+    """Yields checks of Redis itself, the last one where Redis is away."""
     try:
         took_s = await _pings(redis)
         async with deadline(TIMEOUT_S):
@@ -90,7 +89,7 @@ async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
 
 
 async def _pings(redis: RedisClient) -> float:
-    """Seconds that one takes, as a median."""
+    """Returns the median of a ping's seconds."""
     took = []
     for _ in range(PINGS):
         begin = time.perf_counter()
@@ -101,7 +100,7 @@ async def _pings(redis: RedisClient) -> float:
 
 
 async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[Check]:
-    """Checks of the workers of a namespace, and of what they publish."""
+    """Yields checks of the workers of a namespace, and of what they publish."""
     name = keyspace.namespace
     try:
         summary = await namespaces.summary(redis, keyspace)
@@ -145,7 +144,7 @@ async def of_namespace(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[
 
 
 async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
-    """Whether all of them are there, and requests still come. Raises RedisUnavailable."""
+    """Checks whether all routers are there, and requests still come. Raises RedisUnavailable."""
     now_ms, said = await replicas.read(redis, keyspace)
     happened = await events.read(redis, keyspace, "", MAX_EVENTS)
     samples = await replicas.history(redis, keyspace, now_ms - TRAFFIC_MS, minute=True)
@@ -158,8 +157,8 @@ async def of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
 
 
 def lost_replicas(there: Iterable[str], events: Iterable[NamespaceEvent], now_ms: int) -> Check:
-    """Whether routers have gone without a word. there: names of replicas. events: the newest first.
-    now_ms: Redis clock."""
+    """Checks whether routers have gone without a word. there: names of replicas. events: the newest
+    first. now_ms: Redis clock."""
     present = set(there)
     lost = [
         f"{event.subject} was lost {(now_ms - event.at_ms) / 1000:.0f} s ago"
@@ -177,7 +176,7 @@ def lost_replicas(there: Iterable[str], events: Iterable[NamespaceEvent], now_ms
 
 
 def gone_traffic(per_s: Sequence[float | None]) -> Check:
-    """Whether requests still come, where some did. per_s: of each of the last minutes."""
+    """Checks whether requests still come. per_s: rate in each of the last minutes."""
     rates = [rate for rate in per_s if rate is not None]
     now, before = rates[-QUIET:], rates[:-QUIET]
     mean = sum(before) / len(before) if before else 0.0
@@ -207,7 +206,7 @@ def _versions(texts: Iterable[bytes]) -> Check:
 
 
 async def of_router(url: str) -> Check:
-    """What a router says about itself, cached tokens that are not as predicted among it."""
+    """Checks what a router says in /readiness."""
     about = f"router {url}"
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -225,7 +224,7 @@ async def of_router(url: str) -> Check:
 
 
 def _get(url: str) -> bytes:
-    """The body of an answer, whatever its status. url: http:// or https://."""
+    """Returns the body of an answer, whatever its status. url: http:// or https://."""
     direct = build_opener(ProxyHandler({}))
     try:
         answer = direct.open(url, timeout=TIMEOUT_S)

@@ -28,49 +28,59 @@ from app.ops.figures import (
 )
 
 FEW = 10
-"""Requests in a minute: of fewer, no share is told."""
+"""Requests in a minute below which no share is told."""
 MAX_TOLD = 3
 FAILING = frozenset({"KvrouteRequestsFail", "KvrouteWorkerFailsRequests"})
-"""What clients feel, and so what is told first."""
+"""Conditions that clients feel, which are told first."""
 Judge = Callable[[Together, float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """name: of the alert. threshold: above which it holds. judge: what to say if it does; "": it
-    does not."""
+    """A condition with the name of its alert, which holds above `threshold`.
+
+    judge: returns what to say, or "" if it does not hold. remedy: what to do; a function where that
+    depends on the cause.
+    """
 
     name: str
     threshold: float
     judge: Judge
     remedy: str | Callable[[Together], str]
-    """Of several, the one whose cause was seen."""
 
 
 def holding(all_of: Together) -> Iterator[Check]:
-    """Those that hold. Their alerts fire once they have for a while."""
+    """Yields the conditions that hold. Their alerts fire once they have held for a while."""
     for one in CONDITIONS:
         if text := one.judge(all_of, one.threshold):
             remedy = one.remedy if isinstance(one.remedy, str) else one.remedy(all_of)
             yield Check(one.name, False, text, remedy)
 
 
+def _listed(said: Sequence[str]) -> str:
+    more = [f"{len(said) - MAX_TOLD} more"] if len(said) > MAX_TOLD else []
+    return "; ".join([*said[:MAX_TOLD], *more])
+
+
+def _text(value: float, most: float, text: str) -> str:
+    return text.format(value) if value > most else ""
+
+
 def _count(name: str, text: str) -> Judge:
-    return lambda all_of, most: (
-        text.format(all_of.minute[name]) if all_of.minute[name] > most else ""
-    )
+    return lambda all_of, most: _text(all_of.minute[name], most, text)
 
 
 def _gauge(name: str, text: str) -> Judge:
-    def judge(all_of: Together, most: float) -> str:
-        value = all_of.gauges.get(name, 0.0)
-        return text.format(value) if value > most else ""
+    return lambda all_of, most: _text(all_of.gauges.get(name, 0.0), most, text)
 
-    return judge
+
+def _share_of(prefix: str, name: str, text: str) -> Judge:
+    """Judges the share of one count among those whose names begin with `prefix`."""
+    return _of_many(prefix, lambda all_of, most: _text(all_of.share_of(prefix, name), most, text))
 
 
 def _gauge_each(prefix: str, text: str) -> Judge:
-    """Of each worker, model or replica whose gauge is above."""
+    """Judges the gauge of each worker, model or replica."""
 
     def judge(all_of: Together, most: float) -> str:
         above = {
@@ -79,20 +89,18 @@ def _gauge_each(prefix: str, text: str) -> Judge:
             if name.startswith(prefix) and value > most
         }
         worst = sorted(above, key=lambda name: (-above[name], name))
-        said = [text.format(name, above[name]) for name in worst[:MAX_TOLD]]
-        more = [f"{len(worst) - MAX_TOLD} more"] if len(worst) > MAX_TOLD else []
-        return "; ".join(said + more)
+        return _listed([text.format(name, above[name]) for name in worst])
 
     return judge
 
 
 def _of_many(prefix: str, judge: Judge) -> Judge:
-    """The same, of no fewer than FEW that are counted under names that begin so."""
+    """Judges nothing where fewer than FEW are counted under names that begin with `prefix`."""
     return lambda all_of, most: judge(all_of, most) if all_of.sum_of(prefix) >= FEW else ""
 
 
-def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Judge:
-    """Of each model or worker with too large a share of `part` in `of`."""
+def _of_each(rows: str, part: Sequence[str], text: str, of: Sequence[str] = tuple(Kind)) -> Judge:
+    """Judges the share of `part` in `of`, of each model, worker or key."""
 
     def judge(all_of: Together, most: float) -> str:
         said = []
@@ -103,14 +111,13 @@ def _of_each(rows: str, part: Sequence[str], of: Sequence[str], text: str) -> Ju
             value = share(sum(counts[kind] for kind in part), whole) or 0.0
             if whole >= FEW and value > most:
                 said.append(text.format(value, name or "no known model"))
-        more = [f"{len(said) - MAX_TOLD} more"] if len(said) > MAX_TOLD else []
-        return "; ".join(said[:MAX_TOLD] + more)
+        return _listed(said)
 
     return judge
 
 
 def _told_by(kind: str, text: str) -> Judge:
-    """Of each worker whose engine has counted more. Each replica tells all that it counted."""
+    """Judges what engines have counted. Each replica tells all that an engine counted."""
 
     def judge(all_of: Together, most: float) -> str:
         some = sorted(name for name, counts in all_of.workers.items() if counts[kind] > most)
@@ -120,8 +127,8 @@ def _told_by(kind: str, text: str) -> Judge:
 
 
 def _refused(all_of: Together, most: float) -> str:
-    number = all_of.refused(all_of.minute)
-    return f"{number:.0f} requests were refused in the last minute" if number > most else ""
+    text = "{:.0f} requests were refused in the last minute"
+    return _text(all_of.refused(all_of.minute), most, text)
 
 
 def _refused_remedy(all_of: Together) -> str:
@@ -134,7 +141,7 @@ def _refused_remedy(all_of: Together) -> str:
 
 
 def _unknown(all_of: Together, most: float) -> str:
-    """Of all requests, as each could have named a model that is there."""
+    # A share of all requests, as each could have named a model that is there.
     value = all_of.share_of("outcome:", UNKNOWN_MODEL)
     if value <= most or all_of.minute[f"outcome:{UNKNOWN_MODEL}"] < FEW:
         return ""
@@ -148,14 +155,8 @@ def _slow(all_of: Together, most: float) -> str:
 
 def _late(all_of: Together, most: float) -> str:
     in_time = all_of.in_time_share()
-    if in_time is None or 1.0 - in_time <= most:
-        return ""
-    return f"{1.0 - in_time:.0%} of first tokens took over {TARGET_S:g} s, or never came"
-
-
-def _without_key(all_of: Together, most: float) -> str:
-    value = all_of.share_of("outcome:", "invalid_api_key")
-    return f"{value:.0%} of the requests have no valid key" if value > most else ""
+    late = 0.0 if in_time is None else 1.0 - in_time
+    return _text(late, most, f"{{:.0%}} of first tokens took over {TARGET_S:g} s, or never came")
 
 
 def _floods(all_of: Together, most: float) -> str:
@@ -170,9 +171,8 @@ def _floods(all_of: Together, most: float) -> str:
 
 def _apart(all_of: Together, most: float) -> str:
     value = share(all_of.minute["apart"], all_of.minute["compared"]) or 0.0
-    if value <= most:
-        return ""
-    return f"{value:.0%} of prompt tokens are cached, not predicted, or the other way round"
+    text = "{:.0%} of prompt tokens are cached, not predicted, or the other way round"
+    return _text(value, most, text)
 
 
 def _by_engines(all_of: Together, most: float) -> str:
@@ -191,13 +191,13 @@ CONDITIONS = (
     Condition(
         "KvrouteRequestsFail",
         0.05,
-        _of_each("models", FAILED, tuple(Kind), "{:.0%} of the requests for {} fail"),
+        _of_each("models", FAILED, "{:.0%} of the requests for {} fail"),
         "see the last errors: they name the worker and say what its engine says",
     ),
     Condition(
         "KvrouteWorkerFailsRequests",
         0.2,
-        _of_each("workers", ("failed", *FAILED), ("failed", *Kind), "{1} fails {0:.0%} of its own"),
+        _of_each("workers", ("failed", *FAILED), "{1} fails {0:.0%} of its own", ("failed", *Kind)),
         "see the last errors; drain or restart its engine: it gets hardly any requests meanwhile",
     ),
     Condition(
@@ -206,7 +206,6 @@ CONDITIONS = (
         _of_each(
             "models",
             (Kind.LEFT_BEFORE,),
-            tuple(Kind),
             "{:.0%} of the clients of {} leave before their first token",
         ),
         "does an engine hang, or is its queue long? See the workers' columns left and queue",
@@ -215,10 +214,7 @@ CONDITIONS = (
         "KvrouteRequestsUnfit",
         0.5,
         _of_each(
-            "models",
-            (WRONG,),
-            tuple(Kind),
-            "{:.0%} of the requests for {} are refused as wrong or not allowed",
+            "models", (WRONG,), "{:.0%} of the requests for {} are refused as wrong or not allowed"
         ),
         "was a model renamed, or a client changed? The last errors say what is refused",
     ),
@@ -231,14 +227,14 @@ CONDITIONS = (
     Condition(
         "KvrouteKeysRefused",
         0.2,
-        _of_many("outcome:", _without_key),
+        _share_of("outcome:", "invalid_api_key", "{:.0%} of the requests have no valid key"),
         "was a key replaced? The access log has the clients' addresses",
     ),
     Condition(
         "KvrouteKeyLimited",
         0.2,
         _of_each(
-            "keys", ("limited",), ("requests",), "{:.0%} of the requests of {} are over its limits"
+            "keys", ("limited",), "{:.0%} of the requests of {} are over its limits", ("requests",)
         ),
         "raise the limits of the key, or tell whoever has it: `kvroute usage` says what it uses",
     ),
@@ -248,12 +244,7 @@ CONDITIONS = (
         _floods,
         "limit the key: requests=, tokens= or concurrent= behind it in --api-key-file",
     ),
-    Condition(
-        "KvrouteRequestsRefused",
-        0.0,
-        _refused,
-        _refused_remedy,
-    ),
+    Condition("KvrouteRequestsRefused", 0.0, _refused, _refused_remedy),
     Condition(
         "KvrouteFirstTokensLate",
         1.0,
@@ -329,9 +320,7 @@ CONDITIONS = (
     Condition(
         "KvrouteTokenizerApart",
         0.0,
-        _gauge(
-            "tokenizer_apart", "{:.0f} models have another tokenizer here than in their engines"
-        ),
+        _gauge("tokenizer_apart", "{:.0f} models have another tokenizer here than in engines"),
         "give routers the engines' model and revision: /readiness says why",
     ),
     Condition(

@@ -15,7 +15,7 @@ from app.core.keys import Keyspace
 from app.core.worker_report import WorkerInfo
 from app.ops import checks, conditions, workers
 from app.ops.figures import Together
-from app.ops.terminal import COMMON, json_option, json_text, on_redis, say
+from app.ops.terminal import COMMON, json_text, on_redis, say
 from app.options import BASE_URL, Command
 from app.state import replicas
 from app.state.client import RedisClient
@@ -47,7 +47,7 @@ from app.state.client import RedisClient
 @click.option(
     "--probe", is_flag=True, help="Send each engine a request of a few tokens, to see its events."
 )
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @on_redis
 async def doctor(
     redis: RedisClient,
@@ -104,7 +104,7 @@ async def _all(
 
 
 async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
-    """What routers with a console tell: that they are there, and how their requests go."""
+    """Returns checks of routers with a console: whether they are there, and how requests go."""
     try:
         said = await replicas.present(redis, keyspace)
         if not said:
@@ -120,7 +120,7 @@ async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
 
 
 async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
-    """None where no worker has registered yet, as when an agent refuses its engine."""
+    """Returns the workers that get requests; none where none has registered yet."""
     with suppress(KvrouteError):
         statuses = await workers.everyone(redis, keyspace)
         return [w.info for w in statuses if w.info and w.is_routed_to]

@@ -77,7 +77,8 @@ async def drain(
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
-    """What `ask` returns once Redis answers. Raises RedisUnavailable if it does not by `ends_s`."""
+    """Returns what `ask` returns once Redis answers. Raises RedisUnavailable if Redis does not by
+    `ends_s`."""
     is_told = False
     while True:
         try:
@@ -92,7 +93,7 @@ async def _patiently(ask: Callable[[], Awaitable[T]], ends_s: float) -> T:
 
 
 async def named(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerKey]:
-    """The workers that are routed to, or drain, of that id or key. Raises WrongVersion,
+    """Returns the workers of an id or key that are routed to, or drain. Raises WrongVersion,
     RedisUnavailable."""
     keys = []
     for text in (await read_control(redis, keyspace)).current:

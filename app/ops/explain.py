@@ -1,7 +1,8 @@
-"""Looking back: why a request went where it went, and where another policy would have sent it."""
+"""`kvroute explain` and `whatif`: why requests went where they went, and where else they might."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,16 +14,7 @@ import numpy as np
 from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import namespaces
-from app.ops.terminal import (
-    COMMON,
-    TIMEOUT_S,
-    counted,
-    json_option,
-    json_text,
-    on_redis,
-    say,
-    text_table,
-)
+from app.ops.terminal import TIMEOUT_S, Answer, answering, counted, text_table
 from app.options import POLICY, POSITIVE, PROCESSES, Command, Number
 from app.policy.choose import choose
 from app.policy.cost import (
@@ -39,53 +31,51 @@ from app.state.connect import deadline
 
 OTHERS, COST = 3, 5
 """Places in a candidate's row."""
+_TRANSFERS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
 
 
 @click.command(cls=Command)
 @click.argument("request_id")
-@COMMON
-@json_option
-@on_redis
-async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str, as_json: bool) -> None:
+@answering
+async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str) -> Answer:
     """Explain why a request went where it went, while the decision is kept."""
     record = await find(redis, keyspace, request_id)
     if record is None:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (yet, or any longer)")
-    if as_json:
-        say(json_text(explanation(record)))
-        return
+    return Answer(explanation(record), list(_lines(record)))
+
+
+def _lines(record: DecisionRecord) -> Iterator[str]:
     rows, terms = _scored(record)
     o = record.overlap
-    say(
-        f"{request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
+    yield (
+        f"{record.request_id}: {counted(record.isl_tokens, 'token')} to {record.worker} by "
         f"{record.policy}; the worker held {o.total:,} of "
         f"{counted(record.full_blocks, 'full block')} ({o.device:,} on its device, "
         f"{o.host:,} in host memory, {o.disk:,} on disk)"
     )
-    longest = (
-        f"; {record.best.worker} held the most, {record.best.blocks:,}"
-        if record.best.worker
-        else ""
-    )
+    best = record.best
+    longest = f"; {best.worker} held the most, {best.blocks:,}" if best.worker else ""
     if record.source:
         kind, _, source = record.source.partition(" ")
-        say(f"{kind}: {source} {_TRANSFERS[kind]}; the overlap is that one's")
-    say(f"{record.locality.text}{longest}; decided on try {record.tries}")
-    say(f"{record.trust}: {record.trust.text}")
+        yield f"{kind}: {source} {_TRANSFERS[kind]}; the overlap is that one's"
+    yield f"{record.locality.text}{longest}; decided on try {record.tries}"
+    yield f"{record.trust}: {record.trust.text}"
     if record.waited_ms:
-        say(f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it")
+        yield f"the request waited {record.waited_ms / 1000:.2f} s for a worker that could take it"
     if not rows:
-        say("the candidates of this decision were not kept: see --details-per-s")
+        yield "the candidates of this decision were not kept: see --details-per-s"
         return
     head = ["worker", "eligible", "requests", "of others", "overlap", "cost", *terms]
     if not any(row[OTHERS] for row in rows):
         rows, head = [_without(row, OTHERS) for row in rows], _without(head, OTHERS)
-    say(*text_table(head, [[_short(cell) for cell in row] for row in rows]))
+    yield from text_table(head, [[_short(cell) for cell in row] for row in rows])
 
 
 async def find(redis: RedisClient, keyspace: Keyspace, request_id: str) -> DecisionRecord | None:
-    """The newest decision about a request; None: none is kept. Raises RedisUnavailable."""
+    """Returns the newest decision about a request, or None if none is kept. Raises
+    RedisUnavailable."""
     async for record in decisions.read(redis, keyspace):
         if record.request_id == request_id:
             return record
@@ -93,8 +83,8 @@ async def find(redis: RedisClient, keyspace: Keyspace, request_id: str) -> Decis
 
 
 def explanation(record: DecisionRecord) -> dict[str, Any]:
-    """All of a decision, with every candidate's cost and terms where they are kept, the cheapest
-    first."""
+    """Returns a decision for JSON, with every candidate's cost and terms where they are kept, the
+    cheapest first."""
     rows, terms = _scored(record)
     head = ("worker", "eligible", "requests", "others_requests", "overlap_blocks", "cost", *terms)
     names = [name for name in DecisionSummary.__struct_fields__ if name != "hex_blocks"]
@@ -105,11 +95,8 @@ def explanation(record: DecisionRecord) -> dict[str, Any]:
     return plain
 
 
-_TRANSFERS = {"split": "computes the prompt", "fetch": "hands on what it holds of the prompt"}
-
-
 def _scored(record: DecisionRecord) -> tuple[list[list[Any]], list[str]]:
-    """Every candidate with its cost and terms, the cheapest first; and the terms' names."""
+    """Returns every candidate with its cost and terms, the cheapest first; and the terms' names."""
     if record.seen is None:
         return [], []
     seen, candidates = record.seen, record.seen.candidates
@@ -152,9 +139,7 @@ def _short(cell: Any) -> str:
     help="Prefill weight for `blocks`, instead of 1.",
 )
 @click.option("--last", default=1000, show_default=True, type=POSITIVE, help="Decisions to score.")
-@COMMON
-@json_option
-@on_redis
+@answering
 async def whatif(
     redis: RedisClient,
     keyspace: Keyspace,
@@ -162,8 +147,7 @@ async def whatif(
     num_workers: int | None,
     prefill_weight: float | None,
     last: int,
-    as_json: bool,
-) -> None:
+) -> Answer:
     """Score the last decisions again with another policy, each on its own.
 
     Only decisions whose candidates are all kept are scored: see --details-per-s. How other choices
@@ -177,8 +161,7 @@ async def whatif(
     in a fleet of that size and in today's: each worker as fast as it was found to be.
     """
     if num_workers is not None:
-        await _with_workers(redis, keyspace, num_workers, policy or "latency", as_json=as_json)
-        return
+        return await _with_workers(redis, keyspace, num_workers, policy or "latency")
     if policy is None:
         raise click.UsageError("needs --policy or --workers")
     if prefill_weight is not None and policy != "blocks":
@@ -197,40 +180,33 @@ async def whatif(
     if not comparison.decisions:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
-    if as_json:
-        say(json_text(comparison.means()))
-    else:
-        _say_compared(comparison)
-
-
-def _say_compared(comparison: Comparison) -> None:
-    compared = counted(comparison.decisions, "decision")
-    say(f"{compared}; {comparison.changed:,} would have gone elsewhere")
+    means = comparison.means()
     rows = [
         (name, _short(mean["were"]), _short(mean["would be"]))
-        for name, mean in comparison.means()["mean"].items()
+        for name, mean in means["mean"].items()
     ]
-    say(*text_table(("mean", "were", "would be"), rows))
+    compared = counted(comparison.decisions, "decision")
+    lines = [
+        f"{compared}; {comparison.changed:,} would have gone elsewhere",
+        *text_table(("mean", "were", "would be"), rows),
+    ]
+    return Answer(means, lines)
 
 
 async def _with_workers(
-    redis: RedisClient, keyspace: Keyspace, workers: int, policy: str, *, as_json: bool
-) -> None:
+    redis: RedisClient, keyspace: Keyspace, workers: int, policy: str
+) -> Answer:
     from app.planner.predict import whatif as predicted
 
-    view = await _num_workers_now(redis, keyspace)
-    sizes = sorted({view, workers} - {0})
-    forecasts = await predicted(redis, keyspace, sizes, policy)
+    now = await _num_workers_now(redis, keyspace)
+    forecasts = await predicted(redis, keyspace, sorted({now, workers} - {0}), policy)
     if not forecasts[0].requests:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")
-    if as_json:
-        say(json_text([asdict(one) for one in forecasts]))
-        return
     head = ("workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
     rows = [
         (
-            f"{one.size} (now)" if one.size == view else str(one.size),
+            f"{one.size} (now)" if one.size == now else str(one.size),
             one.requests,
             f"{one.attainment:.1%}",
             f"{one.ttft_p99_s:.2f}",
@@ -238,11 +214,11 @@ async def _with_workers(
         )
         for one in forecasts
     ]
-    say(*text_table(head, rows))
+    return Answer([asdict(one) for one in forecasts], text_table(head, rows))
 
 
 async def _num_workers_now(redis: RedisClient, keyspace: Keyspace) -> int:
-    """How many worker processes there are."""
+    """Returns the number of worker processes."""
     async with deadline(TIMEOUT_S):
         current: Any = await redis.hkeys(keyspace["current"])
     return len({key.rpartition(b":")[0] for key in current})

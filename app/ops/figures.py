@@ -1,9 +1,9 @@
-"""What a router replica measured lately, as it tells the others, and all of theirs together."""
+"""Figures of the last minute that a router replica tells the others, and those of all together."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,64 +16,62 @@ from app.policy.view import View
 WINDOW_S = 10.0
 LONG_WINDOW_S = 60.0
 TARGET_S = 5.0
-"""Until a first token: what clients are promised."""
+"""Seconds until a first token that clients are promised."""
 MAX_ROWS = 200
-"""Models, and workers, of which a replica tells how requests ended: those with most trouble."""
+"""Models, workers and keys of which a replica tells: those with most trouble."""
 WRONG = "wrong"
-"""Of these, requests that a router or an engine refused as the clients' own fault."""
+"""Requests that a router or an engine refused as the clients' own fault."""
 _NOT_WRONG = ("401", "429", "499")
 UNKNOWN_MODEL = "model_not_found"
 MISSES = ("no_workers", "all_busy", "overloaded", "failed")
 """Outcomes of decisions that refuse a request which could have been served."""
-_COUNTS = {
-    "kvroute_degraded_decisions_total": "degraded",
-    "kvroute_blind_decisions_total": "blind",
-    "kvroute_isl_blocks_total": "isl_blocks",
-    "kvroute_overlap_blocks_total": "overlap_blocks",
-    "kvroute_saved_prefill_seconds_total": "saved_s",
-    "kvroute_worker_suspensions_total": "suspensions",
-    "kvroute_door_retries_total": "retries",
-    "kvroute_door_migrations_total": "migrations",
-    "kvroute_door_sources_total": "sources",
-    "kvroute_door_cached_apart_tokens_total": "apart",
-    "kvroute_door_cached_compared_tokens_total": "compared",
-}
+_ENDED = "kvroute_door_requests_total"
+_COUNTED = (
+    ("kvroute_degraded_decisions_total", "", "degraded"),
+    ("kvroute_blind_decisions_total", "", "blind"),
+    ("kvroute_isl_blocks_total", "", "isl_blocks"),
+    ("kvroute_overlap_blocks_total", "", "overlap_blocks"),
+    ("kvroute_saved_prefill_seconds_total", "", "saved_s"),
+    ("kvroute_worker_suspensions_total", "", "suspensions"),
+    ("kvroute_door_retries_total", "", "retries"),
+    ("kvroute_door_retries_total", "model", "retries"),
+    ("kvroute_door_migrations_total", "", "migrations"),
+    ("kvroute_door_migrations_total", "model", "migrations"),
+    ("kvroute_door_sources_total", "", "sources"),
+    ("kvroute_door_sources_total", "model", "sources"),
+    ("kvroute_door_cached_apart_tokens_total", "", "apart"),
+    ("kvroute_door_cached_compared_tokens_total", "", "compared"),
+    ("kvroute_decisions_total", "", "decisions:{outcome}"),
+    ("kvroute_locality_total", "", "locality:{reason}"),
+    ("kvroute_reservations_total", "", "reservations:{event}"),
+    ("kvroute_door_tokens_total", "", "tokens:{kind}"),
+    ("kvroute_door_tokens_from_total", "", "tokens_from:{source}"),
+    ("kvroute_door_stage_seconds_sum", "", "stage_s:{stage}"),
+    (_ENDED, "", "outcome:{outcome}"),
+    (_ENDED, "", "ended:{ended}"),
+    (_ENDED, "model", "{ended}"),
+    ("kvroute_door_ttft_seconds_sum", "model", "ttft_s"),
+    ("kvroute_door_ttft_seconds_count", "model", "ttft"),
+    ("kvroute_door_worker_requests_total", "worker", "{at_worker}"),
+    ("kvroute_door_worker_output_tokens_total", "worker", "output"),
+    ("kvroute_door_worker_sources_total", "worker", "sources"),
+    ("kvroute_key_requests_total", "key", "requests"),
+    ("kvroute_key_limited_total", "key", "limited"),
+    ("kvroute_key_waited_seconds_total", "key", "waited_s"),
+    ("kvroute_key_tokens_total", "key", "{kind}"),
+)
+"""Metric, the label whose values have a row each ("": all together), and the name of the count."""
+_COUNTS_OF: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+for _metric, _label, _count in _COUNTED:
+    _COUNTS_OF[_metric].append((_label, _count))
 _BUCKETS = {
     "kvroute_decision_seconds_bucket": "decision",
     "kvroute_redis_round_trip_seconds_bucket": "redis",
     "kvroute_door_ttft_seconds_bucket": "ttft",
 }
-_BY_LABEL = {
-    "kvroute_decisions_total": ("decisions", "outcome"),
-    "kvroute_locality_total": ("locality", "reason"),
-    "kvroute_reservations_total": ("reservations", "event"),
-    "kvroute_door_tokens_total": ("tokens", "kind"),
-    "kvroute_door_tokens_from_total": ("tokens_from", "source"),
-    "kvroute_door_stage_seconds_sum": ("stage_s", "stage"),
-    "kvroute_door_requests_total": ("outcome", "outcome"),
-}
-_ENDED, _WORKER_REQUESTS = "kvroute_door_requests_total", "kvroute_door_worker_requests_total"
-_KEY_METRICS = {
-    "kvroute_key_requests_total": "requests",
-    "kvroute_key_limited_total": "limited",
-    "kvroute_key_waited_seconds_total": "waited_s",
-    "kvroute_key_tokens_total": "",
-}
-"""Tokens are counted by their kind."""
-_MODEL_METRICS = {
-    "kvroute_door_ttft_seconds_sum": "ttft_s",
-    "kvroute_door_ttft_seconds_count": "ttft",
-    "kvroute_door_retries_total": "retries",
-    "kvroute_door_migrations_total": "migrations",
-    "kvroute_door_sources_total": "sources",
-}
-_WORK_OF_WORKERS = {
-    "kvroute_door_worker_output_tokens_total": "output",
-    "kvroute_door_worker_sources_total": "sources",
-}
 _TOKENS, _OUTPUT = "kvroute_door_tokens_total", ("output", "output_by_router")
 KV_FAILED, KV_LATE = "kv_failed", "kv_late"
-"""Of workers: transfers of KV to them that failed; fetches of theirs after a lease had ended."""
+"""Counts of workers: transfers of KV to them that failed, and fetches of theirs that came late."""
 _GAUGES = {
     "kvroute_waiting_requests": "waiting",
     "kvroute_index_fill": "index_fill",
@@ -82,10 +80,12 @@ _GAUGES = {
     "kvroute_loop_late_seconds": "loop_late",
     "kvroute_process_cpu": "cpu",
 }
-_NAMES = (
-    *(*_COUNTS, *_BUCKETS, *_BY_LABEL, *_KEY_METRICS, *_MODEL_METRICS, *_GAUGES, _WORKER_REQUESTS),
-    *_WORK_OF_WORKERS,
-)
+_NAMES = (*_COUNTS_OF, *_BUCKETS, *_GAUGES)
+Rows = defaultdict[str, Counter[str]]
+
+
+def _rows() -> Rows:
+    return defaultdict(Counter)
 
 
 @dataclass(slots=True)
@@ -94,56 +94,40 @@ class Reading:
     how requests ended, by kind, and what they waited for. keys: what their requests used."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    buckets: dict[str, Counter[float]] = field(default_factory=dict)
+    buckets: defaultdict[str, Counter[float]] = field(default_factory=lambda: defaultdict(Counter))
     gauges: dict[str, float] = field(default_factory=dict)
-    models: dict[str, Counter[str]] = field(default_factory=dict)
-    workers: dict[str, Counter[str]] = field(default_factory=dict)
-    keys: dict[str, Counter[str]] = field(default_factory=dict)
+    models: Rows = field(default_factory=_rows)
+    workers: Rows = field(default_factory=_rows)
+    keys: Rows = field(default_factory=_rows)
 
 
 def read(registry: CollectorRegistry) -> Reading:
-    """What a replica has counted since its start, over all models."""
+    """Returns all that a replica has counted since its start."""
     reading = Reading()
+    rows_of = {"model": reading.models, "worker": reading.workers, "key": reading.keys}
     # typeshed does not know that it is a registry too.
     restricted: Any = registry.restricted_registry(_NAMES)
     for metric in restricted.collect():
         for name, labels, value, *_ in metric.samples:
-            if name in _COUNTS:
-                reading.counts[_COUNTS[name]] += value
-            elif name in _BUCKETS and labels.get("step", "look_up") == "look_up":
-                bounds = reading.buckets.setdefault(_BUCKETS[name], Counter())
-                bounds[float(labels["le"])] += value
+            outcome = labels.get("outcome", "")
+            kinds = {"ended": kind_of(outcome), "at_worker": _at_worker(outcome)} if outcome else {}
+            for label, count in _COUNTS_OF.get(name, ()):
+                counts = rows_of[label][labels[label]] if label else reading.counts
+                counts[count.format(**labels, **kinds)] += value
+            if name in _BUCKETS and labels.get("step", "look_up") == "look_up":
+                reading.buckets[_BUCKETS[name]][float(labels["le"])] += value
             elif name in _GAUGES:
                 reading.gauges[_GAUGES[name]] = value
-            elif name in _KEY_METRICS:
-                of_key = reading.keys.setdefault(labels["key"], Counter())
-                of_key[_KEY_METRICS[name] or labels["kind"]] += value
-            elif name in _BY_LABEL:
-                prefix, label = _BY_LABEL[name]
-                reading.counts[f"{prefix}:{labels[label]}"] += value
-            elif name == _WORKER_REQUESTS:
-                counts = reading.workers.setdefault(labels["worker"], Counter())
-                counts[_at_worker(labels["outcome"])] += value
-            elif name in _WORK_OF_WORKERS:
-                counts = reading.workers.setdefault(labels["worker"], Counter())
-                counts[_WORK_OF_WORKERS[name]] += value
-            if name == _ENDED:
-                kind = kind_of(labels["outcome"])
-                reading.counts[f"ended:{kind}"] += value
-                of_model = reading.models.setdefault(labels["model"], Counter())
-                of_model[kind.value] += value
-                is_wrong = labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG
-                if is_wrong and labels["outcome"] != UNKNOWN_MODEL:
-                    of_model[WRONG] += value
-            elif name in _MODEL_METRICS:
-                reading.models.setdefault(labels["model"], Counter())[_MODEL_METRICS[name]] += value
+            elif name == _ENDED and outcome != UNKNOWN_MODEL:
+                if labels["code"].startswith("4") and labels["code"] not in _NOT_WRONG:
+                    reading.models[labels["model"]][WRONG] += value
             elif name == _TOKENS and labels["kind"] in _OUTPUT:
-                reading.models.setdefault(labels["model"], Counter())["output"] += value
+                reading.models[labels["model"]]["output"] += value
     return reading
 
 
 LATE, QUEUE, CHANGES, LOOP_LATE, CPU = "late:", "queue:", "changes:", "loop_late:", "cpu:"
-"""What gauges begin with that are there for each worker, model or replica."""
+"""Prefixes of gauges that are there for each worker, model or replica."""
 
 
 def gauge_each(reading: Reading, view: View | None, changes: Mapping[str, int], me: str) -> None:
@@ -164,12 +148,12 @@ def gauge_each(reading: Reading, view: View | None, changes: Mapping[str, int], 
 
 
 def count_transfers(reading: Reading, view: View) -> None:
-    """What engines have counted of KV that travels, since they began."""
+    """Add the counts of KV that travels, which engines have made since they began."""
     for info, measured in zip(view.infos, view.measured, strict=True):
         said = measured.metrics
         for name, value in ((KV_FAILED, said.kv_transfers_failed), (KV_LATE, said.kv_fetched_late)):
             if value is not None:
-                reading.workers.setdefault(str(info.key), Counter())[name] = value
+                reading.workers[str(info.key)][name] = value
 
 
 def _at_worker(outcome: str) -> str:
@@ -187,34 +171,32 @@ class Window:
         self._readings.append((now_s, reading))
         while now_s - self._readings[0][0] > LONG_WINDOW_S and len(self._readings) > 1:
             self._readings.popleft()
-        # What an engine had counted before it was first seen is nothing of the last minute.
+        # Counts of an engine from before it was first seen are not of the last minute.
         first = self._readings[0][1].workers
         for name, counts in reading.workers.items():
             for kind in counts.keys() & {KV_FAILED, KV_LATE}:
-                first.setdefault(name, Counter()).setdefault(kind, counts[kind])
+                first[name].setdefault(kind, counts[kind])
 
     def figures(self) -> dict[str, Any]:
-        """What happened lately, in JSON's types: `counts` and `buckets` in the last `window_s`,
-        `minute`, `models`, `workers` and `keys` in the last LONG_WINDOW_S; `gauges` as they are."""
-        now_s, last = self._readings[-1]
+        """Returns the last figures in JSON's types: `counts` and `buckets` of the last `window_s`,
+        `minute`, `models`, `workers` and `keys` of the last LONG_WINDOW_S; `gauges` as they are."""
+        (now_s, last), oldest = self._readings[-1], self._readings[0][1]
         recent_s, recent = next(r for r in self._readings if now_s - r[0] <= WINDOW_S)
         return {
             "window_s": round(now_s - recent_s, 3),
             "counts": _grown(last.counts, recent.counts),
-            "minute": _grown(last.counts, self._readings[0][1].counts),
+            "minute": _grown(last.counts, oldest.counts),
             "buckets": {
                 name: [
-                    [bound, bounds[bound] - recent.buckets.get(name, Counter())[bound]]
-                    for bound in sorted(bounds)
-                    if math.isfinite(bound)
+                    [bound if math.isfinite(bound) else None, number - recent.buckets[name][bound]]
+                    for bound, number in sorted(bounds.items())
                 ]
-                + [[None, bounds[math.inf] - recent.buckets.get(name, Counter())[math.inf]]]
                 for name, bounds in last.buckets.items()
             },
             "gauges": last.gauges,
-            "models": _rows(last.models, self._readings[0][1].models),
-            "workers": _rows(last.workers, self._readings[0][1].workers),
-            "keys": _rows(last.keys, self._readings[0][1].keys),
+            "models": _grown_rows(last.models, oldest.models),
+            "workers": _grown_rows(last.workers, oldest.workers),
+            "keys": _grown_rows(last.keys, oldest.keys),
         }
 
 
@@ -226,18 +208,15 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _rows(
-    now: Mapping[str, Counter[str]], before: Mapping[str, Counter[str]]
-) -> dict[str, dict[str, float]]:
-    grown = {name: _grown(counts, before.get(name, Counter())) for name, counts in now.items()}
+def _grown_rows(now: Rows, before: Rows) -> dict[str, dict[str, float]]:
+    grown = {name: _grown(counts, before[name]) for name, counts in now.items()}
     some = [name for name, counts in grown.items() if counts]
     most = sorted(some, key=lambda name: (-trouble(grown[name]), name))[:MAX_ROWS]
     return {name: grown[name] for name in most}
 
 
 def trouble(counts: Mapping[str, float]) -> float:
-    """How many requests of a model, or at a worker, came to no good end that is not their own
-    doing."""
+    """Returns how many requests of a model, or at a worker, failed or were left waiting."""
     return sum(
         counts.get(kind, 0.0) for kind in ("failed", Kind.ENGINE, Kind.CUT, Kind.LEFT_BEFORE)
     )
@@ -248,23 +227,20 @@ def _grown(now: Counter[str], before: Counter[str]) -> dict[str, float]:
 
 
 def share(part: float, whole: float) -> float | None:
-    """None: of nothing."""
+    """Returns part / whole, or None of nothing."""
     return part / whole if whole else None
 
 
 class Together:
-    """The figures of several replicas as one. Those that make no sense count for nothing."""
+    """Figures of several replicas as one. Those that make no sense count for nothing."""
 
     def __init__(self, said: Iterable[Mapping[str, Any]]) -> None:
         self.per_s: Counter[str] = Counter()
         self.recent: Counter[str] = Counter()
-        """Counts of the last WINDOW_S."""
         self.minute: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
-        self.models: dict[str, Counter[str]] = {}
-        self.workers: dict[str, Counter[str]] = {}
-        self.keys: dict[str, Counter[str]] = {}
-        self._buckets: dict[str, Counter[float]] = {}
+        self.models, self.workers, self.keys = _rows(), _rows(), _rows()
+        self._buckets: defaultdict[str, Counter[float]] = defaultdict(Counter)
         for figures in said:
             try:
                 self._add(figures)
@@ -273,7 +249,7 @@ class Together:
 
     def _add(self, figures: Mapping[str, Any]) -> None:
         window_s = _finite(figures["window_s"])
-        per_s = {n: _finite(v) / window_s for n, v in figures["counts"].items() if window_s}
+        recent = {name: _finite(value) for name, value in figures["counts"].items()}
         minute = {name: _finite(value) for name, value in figures["minute"].items()}
         gauges = {name: _finite(value) for name, value in figures["gauges"].items()}
         buckets = {
@@ -286,62 +262,63 @@ class Together:
             for which, of_all in told.items()
             for name, counts in figures.get(which, {}).items()
         ]
-        self.per_s.update(per_s)
-        self.recent.update({name: _finite(value) for name, value in figures["counts"].items()})
+        if window_s:
+            self.per_s.update({name: value / window_s for name, value in recent.items()})
+        self.recent.update(recent)
         self.minute.update(minute)
         for name, value in gauges.items():
             # Each replica has a line of its own; of the others, all measure the same.
             old = self.gauges.get(name, 0.0)
             self.gauges[name] = old + value if name == "waiting" else max(old, value)
         for of_all, name, counts in rows:
-            of_all.setdefault(name, Counter()).update(counts)
+            of_all[name].update(counts)
         for name, bounds in buckets.items():
-            self._buckets.setdefault(name, Counter()).update(bounds)
+            self._buckets[name].update(bounds)
 
     def refused(self, counts: Mapping[str, float]) -> float:
         return sum(counts.get(f"decisions:{outcome}", 0.0) for outcome in MISSES)
 
     def predicted_share(self, counts: Mapping[str, float]) -> float | None:
-        """Share of the blocks of prompts that their workers held, as decisions had it; None: there
-        were no prompts."""
+        """Returns the share of prompts' blocks that their workers held, as decisions had it; None
+        of no prompts."""
         return share(counts.get("overlap_blocks", 0.0), counts.get("isl_blocks", 0.0))
 
     def cached_share(self, counts: Mapping[str, float]) -> float | None:
-        """Share of prompt tokens that engines said they had cached, of requests that were answered;
-        None: none said."""
+        """Returns the share of prompt tokens of answered requests that engines had cached; None if
+        no engine tells."""
         return share(counts.get("tokens:cached", 0.0), counts.get("tokens:told", 0.0))
 
     def saved_s(self, counts: Mapping[str, float]) -> float | None:
-        """Seconds of prefill that cached tokens saved: as predicted, times what engines reported of
-        the predicted tokens; None: none reported."""
+        """Returns the seconds of prefill that cached tokens saved: as predicted, times the share of
+        the predicted tokens that engines reported; None if no engine tells."""
         reported = share(counts.get("tokens:cached", 0.0), counts.get("tokens:predicted", 0.0))
         if not counts.get("tokens:told"):
             return None
         return counts.get("saved_s", 0.0) * (reported or 0.0)
 
     def in_time_share(self) -> float | None:
-        """Share of the requests whose first token came within TARGET_S, of all that got one or
-        waited for one in vain; None: there were none."""
-        bounds = self._buckets.get("ttft", Counter())
+        """Returns the share of first tokens that came within TARGET_S, of all that came or were
+        waited for in vain; None of no requests."""
+        bounds = self._buckets["ttft"]
         never = sum(self.recent[f"ended:{kind}"] for kind in NEVER_CAME)
         return share(bounds[TARGET_S], bounds[math.inf] + never)
 
     def sum_of(self, prefix: str) -> float:
-        """Of the counts of the last minute whose names begin so."""
+        """Returns the sum of the last minute's counts whose names begin so."""
         return sum(number for name, number in self.minute.items() if name.startswith(prefix))
 
     def share_of(self, prefix: str, name: str) -> float:
         return share(self.minute[prefix + name], self.sum_of(prefix)) or 0.0
 
     def failed_share(self, counts: Mapping[str, float], *, by_model: bool = False) -> float | None:
-        """Share of the requests that engines failed, of all. by_model: counts are of one."""
+        """Returns the share of requests that engines failed. by_model: counts are of one model."""
         prefix = "" if by_model else "ended:"
         ended = {kind: counts.get(f"{prefix}{kind}", 0.0) for kind in Kind}
         return share(ended[Kind.ENGINE] + ended[Kind.CUT], sum(ended.values()))
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Of a histogram, as Prometheus estimates it; None: nothing was observed."""
-        bounds = self._buckets.get(name, Counter())
+        """Returns a quantile as Prometheus estimates it, or None if nothing was observed."""
+        bounds = self._buckets[name]
         rank, below, lower = q * bounds[math.inf], 0.0, 0.0
         for bound in sorted(bounds):
             if rank and bounds[bound] >= rank:
@@ -352,7 +329,7 @@ class Together:
         return None
 
     def localities(self) -> dict[str, int]:
-        """Routed requests of the last minute by what became of the longest overlap."""
+        """Returns routed requests of the last minute by what became of the longest overlap."""
         prefix = "locality:"
         return {
             name.removeprefix(prefix): round(value)
@@ -361,7 +338,7 @@ class Together:
         }
 
     def series(self) -> dict[str, float | None]:
-        """What the history keeps of it."""
+        """Returns the values that the history keeps."""
         return {
             "requests_per_s": self.per_s["decisions:routed"],
             "refused_per_s": max(self.refused(self.per_s), self.per_s["ended:refused"]),

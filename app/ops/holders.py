@@ -1,4 +1,4 @@
-"""Who holds which blocks: of a prompt, a single one, or all of the index."""
+"""Holders of blocks: of one block, of a prompt, or of all that is in the index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from app.state.scripts import ScriptRunner
 async def owners_of(
     redis: RedisClient, keyspace: Keyspace, block: SequenceHash
 ) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
-    """The keys that contain `block`, with its owners there, including dead ones.
+    """Returns the keys that contain `block`, with its owners there, dead ones included.
 
     The bucket depends on the first block of the group, which a hash does not reveal: all are asked.
     Raises RedisUnavailable.
@@ -47,7 +47,7 @@ async def owners_of(
 
 
 class Holding(NamedTuple):
-    """Leading blocks of a prompt that a worker holds, and how many of them its engine reuses."""
+    """Leading blocks of a prompt that a worker holds, and the number that its engine reuses."""
 
     held: TierOverlap
     reused: int
@@ -56,7 +56,7 @@ class Holding(NamedTuple):
 async def prefix(
     redis: RedisClient, keyspace: Keyspace, chain: list[SequenceHash], num_tokens: int
 ) -> dict[str, Holding]:
-    """Worker key → what it holds of a prompt of so many tokens, for live workers.
+    """Returns what each live worker holds of a prompt, by worker key.
 
     Raises RedisUnavailable, even if only the index cannot be read.
     """
@@ -80,7 +80,6 @@ async def prefix(
 
 
 def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_tokens: int) -> int:
-    """text: the worker's entry."""
     try:
         info = decode_info(text or b"")
     except ValueError:
@@ -92,7 +91,7 @@ def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_to
 async def held_blocks(
     redis: RedisClient, keyspace: Keyspace
 ) -> tuple[Counter[tuple[Incarnation, Tier]], int]:
-    """Entries of each incarnation by tier, and the number of unique blocks.
+    """Returns the entries of each incarnation by tier, and the number of unique blocks.
 
     Reads the whole index. Raises RedisUnavailable.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
@@ -16,8 +16,7 @@ from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS
 from app.ops import holders, namespaces, reuse, workers
 from app.ops import verify as verification
-from app.ops.prefixes import usages
-from app.ops.terminal import COMMON, counted, json_option, json_text, on_redis, say, text_table
+from app.ops.terminal import Answer, answering, counted, text_table
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import DecisionRecord
 from app.state import decisions, last_errors, planner
@@ -25,6 +24,7 @@ from app.state.client import RedisClient
 from app.state.waiting import flows
 
 MAX_SHOWN = 20
+TIERS = tuple(tier.name.lower() for tier in Tier)
 
 
 class _Hash(click.ParamType[SequenceHash]):
@@ -51,23 +51,16 @@ inspect.add_command(reuse.command)
 
 
 @inspect.command(cls=Command)
-@COMMON
-@json_option
-@on_redis
-async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+@answering
+async def summary(redis: RedisClient, keyspace: Keyspace) -> Answer:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
     names = await namespaces.names(redis)
     about = await namespaces.summary(redis, keyspace)
-    if as_json:
-        plain = about and asdict(about) | {"workers": [_worker_dict(w) for w in about.workers]}
-        say(json_text({"namespaces": names, "summary": plain}))
-    else:
-        say(f"namespaces  {', '.join(names) or 'none'}")
+    lines = [f"namespaces  {', '.join(names) or 'none'}"]
     if about is None:
-        raise click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
-    if as_json:
-        return
-    say(
+        error = click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
+        return Answer({"namespaces": names, "summary": None}, lines, error)
+    lines += [
         f"namespace   {about.namespace}: blocks of {counted(about.block_size, 'token')}, "
         f"{counted(about.shards, 'shard')}",
         f"index       {counted(about.unique_blocks, 'unique block')}, "
@@ -76,7 +69,9 @@ async def summary(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
         f"memory      {about.memory_bytes / 2**20:,.1f} MiB used by Redis",
         "",
         *_workers_table(about.workers),
-    )
+    ]
+    plain = asdict(about) | {"workers": [_worker_dict(w) for w in about.workers]}
+    return Answer({"namespaces": names, "summary": plain}, lines)
 
 
 def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
@@ -85,17 +80,12 @@ def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
 
 
 def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:
+    head = (
+        *("worker", "incarnation", "state", "lease", "metrics", *TIERS),
+        *("requests", "prefill tokens"),
+    )
     return text_table(
-        (
-            "worker",
-            "incarnation",
-            "state",
-            "lease",
-            "metrics",
-            *[t.name.lower() for t in Tier],
-            "requests",
-            "prefill tokens",
-        ),
+        head,
         [
             (
                 w.info.key if w.info else "?",
@@ -113,16 +103,11 @@ def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:
 
 
 @inspect.command(cls=Command)
-@COMMON
-@json_option
-@on_redis
-async def errors(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+@answering
+async def errors(redis: RedisClient, keyspace: Keyspace) -> Answer:
     """Show what requests failed of lately, in the engines' own words, the latest first."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     now_ms, latest = await last_errors.read(redis, keyspace)
-    if as_json:
-        say(json_text([one.as_dict() for one in latest]))
-        return
     head = ("last", "first", "requests", "model", "worker", "cause", "words", "request")
     rows = [
         (
@@ -131,7 +116,8 @@ async def errors(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
         )
         for one in latest
     ]
-    say(*(text_table(head, rows) if rows else ["no request failed lately"]))
+    lines = text_table(head, rows, empty="no request failed lately")
+    return Answer([one.as_dict() for one in latest], lines)
 
 
 def _ago(ms: int) -> str:
@@ -140,10 +126,8 @@ def _ago(ms: int) -> str:
 
 @inspect.command(cls=Command)
 @click.argument("block", metavar="HASH", type=_Hash())
-@COMMON
-@json_option
-@on_redis
-async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash, as_json: bool) -> None:
+@answering
+async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> Answer:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     names = {w.incarnation: w for w in (await workers.everyone(redis, keyspace))}
@@ -153,10 +137,8 @@ async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash, as_
         for inc, tier in owners
     ]
     head = ("worker", "incarnation", "tier", "key")
-    if as_json:
-        say(json_text([dict(zip(head, row, strict=True)) for row in rows]))
-    else:
-        say(*(text_table(head, rows) if rows else ["no worker holds it"]))
+    plain = [dict(zip(head, row, strict=True)) for row in rows]
+    return Answer(plain, text_table(head, rows, empty="no worker holds it"))
 
 
 def _name(names: dict[Incarnation, workers.WorkerStatus], inc: Incarnation) -> str:
@@ -167,57 +149,52 @@ def _name(names: dict[Incarnation, workers.WorkerStatus], inc: Incarnation) -> s
 RESERVED_TEXT = (
     "  request  prefill tokens, prefill µs, blocks, p (prefilling) or d (decoding), attempt"
 )
-"""What is in the lines below it, which are as Redis has them."""
+"""Heading of reservations, which are shown as Redis has them."""
 
 
 @inspect.command(cls=Command)
 @click.argument("name", metavar="WORKER")
-@COMMON
-@json_option
-@on_redis
-async def worker(redis: RedisClient, keyspace: Keyspace, name: str, as_json: bool) -> None:
+@answering
+async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> Answer:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
     ranks = await workers.worker(redis, keyspace, name)
     if not ranks:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"worker {name!r} does not exist")
     values = await planner.values(redis, keyspace)
-    requests = {
-        w.incarnation: await workers.requests_on(redis, keyspace, w.incarnation) for w in ranks
-    }
-    if as_json:
-        rows = [
-            _worker_dict(w)
-            | {"reserved": requests[w.incarnation], "unique_value_s": _value(w, values)}
-            for w in ranks
-        ]
-        say(json_text(rows))
-        return
-    say(*_workers_table(ranks))
-    for w in ranks:
-        if w.info:
-            say("", f"{w.info.key} {_said(INFO, w.info)}")
-        value_s = _value(w, values)
-        if value_s is not None:
-            say(f"  worth: without it, {value_s:.2f} s of recent prefills would be done again")
-        if w.gpu != NO_READINGS:
-            say(f"  GPU: {_said(GPU, w.gpu)}")
-        reserved = requests[w.incarnation]
-        if reserved:
-            say(RESERVED_TEXT)
-        for request, record in list(reserved.items())[:MAX_SHOWN]:
-            say(f"  {request}  {record}")
-        if len(reserved) > MAX_SHOWN:
-            say(f"  ... and {len(reserved) - MAX_SHOWN} more")
+    plain = [
+        _worker_dict(w)
+        | {
+            "reserved": await workers.requests_on(redis, keyspace, w.incarnation),
+            "unique_value_s": values.get(w.info.key.worker_id) if w.info else None,
+        }
+        for w in ranks
+    ]
+    details = [
+        line for w, more in zip(ranks, plain, strict=True) for line in _worker_lines(w, more)
+    ]
+    return Answer(plain, [*_workers_table(ranks), *details])
 
 
-def _value(worker: workers.WorkerStatus, values: Mapping[str, float]) -> float | None:
-    """What losing it would cost, in seconds of prefill; None: no planner says."""
-    return values.get(worker.info.key.worker_id) if worker.info else None
+def _worker_lines(w: workers.WorkerStatus, more: Mapping[str, Any]) -> Iterator[str]:
+    value_s, reserved = more["unique_value_s"], more["reserved"]
+    if w.info:
+        yield ""
+        yield f"{w.info.key} {_said(INFO, w.info)}"
+    if value_s is not None:
+        yield f"  worth: without it, {value_s:.2f} s of recent prefills would be done again"
+    if w.gpu != NO_READINGS:
+        yield f"  GPU: {_said(GPU, w.gpu)}"
+    if reserved:
+        yield RESERVED_TEXT
+    for request, record in list(reserved.items())[:MAX_SHOWN]:
+        yield f"  {request}  {record}"
+    if len(reserved) > MAX_SHOWN:
+        yield f"  ... and {len(reserved) - MAX_SHOWN} more"
 
 
 def _said(items: Iterable[Item], report: object) -> str:
-    """What a worker says in a report, for a person."""
+    """Returns a worker's report as a person reads it."""
     texts = []
     for item in items:
         value: Any = getattr(report, item.name)
@@ -239,9 +216,7 @@ def _said(items: Iterable[Item], report: object) -> str:
 )
 @click.option("--lora-name", default=None, help="LoRA adapter of the request.")
 @click.option("--cache-namespace", default=None, help="Cache namespace of the request.")
-@COMMON
-@json_option
-@on_redis
+@answering
 async def prefix(
     redis: RedisClient,
     keyspace: Keyspace,
@@ -249,35 +224,26 @@ async def prefix(
     text: bool,
     lora_name: str | None,
     cache_namespace: str | None,
-    as_json: bool,
-) -> None:
+) -> Answer:
     """Show how much of a prompt each worker holds."""
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await namespaces.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
     holdings = await holders.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
     rows = sorted(
-        ((name, *_row(one)) for name, one in holdings.items()),
+        [
+            (name, one.held.device, one.held.host, one.held.disk, one.held.total, one.reused)
+            for name, one in holdings.items()
+        ],
         key=lambda row: -row[4],
     )
-    head = ("worker", *[t.name.lower() for t in Tier], "blocks", "reused")
-    if as_json:
-        say(
-            json_text(
-                {
-                    "full_blocks": len(chain),
-                    "overlaps": [dict(zip(head, row, strict=True)) for row in rows],
-                }
-            )
-        )
-        return
-    say(f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}")
-    say(*(text_table(head, rows) if rows else ["no worker holds its first block"]))
-
-
-def _row(one: holders.Holding) -> tuple[int, int, int, int, int]:
-    held = one.held
-    return held.device, held.host, held.disk, held.total, one.reused
+    head = ("worker", *TIERS, "blocks", "reused")
+    overlaps = [dict(zip(head, row, strict=True)) for row in rows]
+    lines = [
+        f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}",
+        *text_table(head, rows, empty="no worker holds its first block"),
+    ]
+    return Answer({"full_blocks": len(chain), "overlaps": overlaps}, lines)
 
 
 def _tokens(file: BinaryIO) -> list[int]:
@@ -300,46 +266,38 @@ def _tokens(file: BinaryIO) -> list[int]:
     type=POSITIVE,
     help="Maximum number of index buckets to check.",
 )
-@COMMON
-@json_option
-@on_redis
-async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int, as_json: bool) -> None:
+@answering
+async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int) -> Answer:
     """Check for contradictions; exit with status 1 if there are any."""
-    findings, extent = await verification.verify(redis, keyspace, max_buckets)
-    if not findings:
+    found, extent = await verification.verify(redis, keyspace, max_buckets)
+    if not found:
         # Raises if there is no such namespace: then nothing can be wrong with it.
         await namespaces.block_size(redis, keyspace)
-    if as_json:
-        say(json_text(asdict(extent) | {"findings": [asdict(f) for f in findings]}))
-    else:
-        say(f"checked all reservations and {extent}")
-        say("closure under prefix is not checked: Redis does not know a block's parent")
-        for finding in findings:
-            say(f"{counted(finding.count, 'time')}: {finding.what}")
-            for example in finding.examples:
-                say(f"    {example}")
-        if not findings:
-            say("no contradictions found")
-    if findings:
-        click.get_current_context().exit(1)
+    lines = [
+        f"checked all reservations and {extent}",
+        "closure under prefix is not checked: Redis does not know a block's parent",
+    ]
+    for one in found:
+        lines.append(f"{counted(one.count, 'time')}: {one.what}")
+        lines += [f"    {example}" for example in one.examples]
+    plain = asdict(extent) | {"findings": [asdict(one) for one in found]}
+    if found:
+        return Answer(plain, lines, click.exceptions.Exit(1))
+    return Answer(plain, [*lines, "no contradictions found"])
 
 
 @inspect.command(cls=Command)
-@COMMON
-@json_option
-@on_redis
-async def waiting(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+@answering
+async def waiting(redis: RedisClient, keyspace: Keyspace) -> Answer:
     """Show who waits for a worker, in the order of turns."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     queues = await flows(redis, keyspace)
-    if as_json:
-        say(json_text([asdict(flow) for flow in queues]))
-        return
     rows = [
         (f.tenant or "(none)", f.priority, f"{f.requests:,}", f"{f.oldest_s:.1f} s") for f in queues
     ]
     head = ("tenant", "priority", "requests", "oldest")
-    say(*(text_table(head, rows) if rows else ["no requests are waiting"]))
+    lines = text_table(head, rows, empty="no requests are waiting")
+    return Answer([asdict(flow) for flow in queues], lines)
 
 
 @inspect.command(cls=Command)
@@ -350,10 +308,8 @@ async def waiting(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None
     type=POSITIVE_SECONDS,
     help="How far back to count, from the latest decision kept.",
 )
-@COMMON
-@json_option
-@on_redis
-async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float, as_json: bool) -> None:
+@answering
+async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float) -> Answer:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     records: list[DecisionRecord] = []
@@ -361,15 +317,12 @@ async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float, as_json
         if records and record.at_ms < records[0].at_ms - window_s * 1000:
             break
         records.append(record)
-    used = list(usages(records))
-    if as_json:
-        prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in used]
-        say(json_text({"decisions": len(records), "prefixes": prefixes}))
-        return
-    say(
-        f"{counted(len(records), 'decision')}; "
-        "a prefix is left out if a longer one was requested as often"
-    )
+    used = list(reuse.usages(records))
+    prefixes = [asdict(u) | {"block": f"{u.block:016x}"} for u in used]
     rows = [(f"{u.block:016x}", u.num_blocks, u.requests) for u in used[:MAX_SHOWN]]
-    head = ("last block", "blocks", "requests")
-    say(*(text_table(head, rows) if rows else ["no prefixes are kept"]))
+    lines = [
+        f"{counted(len(records), 'decision')}; "
+        "a prefix is left out if a longer one was requested as often",
+        *text_table(("last block", "blocks", "requests"), rows, empty="no prefixes are kept"),
+    ]
+    return Answer({"decisions": len(records), "prefixes": prefixes}, lines)

@@ -1,4 +1,4 @@
-"""Which namespaces get the requests for the names of models, and which part of them each."""
+"""Names of models, and the share of their requests that each namespace gets."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from app.state import models, replicas
 from app.state.client import RedisClient
 
 MOST = 64
-"""Namespaces that are looked at: each takes some round trips."""
+"""Namespaces that are looked at, as each takes some round trips."""
 SHOWN = 5
-"""Names that are listed of those that are spread alike."""
+"""Names that are listed of all that are spread alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """weights: of each name and namespace that gets some of its requests. owners: of each name,
-    who has it. told: the settings of routers that say so, with a router that has each."""
+    """Shares of the requests for names of models.
+
+    weights: by name and namespace. owners: the namespace that has each name. told: routers'
+    settings of shares, with a router that has each.
+    """
 
     weights: Mapping[str, Mapping[str, float]]
     owners: Mapping[str, str]
     told: Mapping[str, str]
 
     def taken(self, namespace: str, infos: Iterable[WorkerInfo]) -> list[str]:
-        """Names under which workers of `namespace` get no requests: `<name> is namespace <owner>'s
-        (<worker>)`."""
+        """Returns the names under which workers of `namespace` get no requests, as `<name> is
+        namespace <owner>'s (<worker>)`."""
         return [
             f"{name} is namespace {self.owners[name]}'s ({info.key})"
             for info in infos
@@ -44,7 +47,7 @@ class Names:
 
 
 async def names_of(redis: RedisClient, namespace: str, infos: Iterable[WorkerInfo]) -> Names:
-    """Of the names that workers of a namespace serve, which are alive. Raises RedisUnavailable."""
+    """Returns the names that live workers of a namespace serve. Raises RedisUnavailable."""
     claims = await models.directory(redis)
     served = {name for info in infos for name in (*info.models, *info.adapters)}
     claims = {name: (*claims.get(name, ()), namespace) for name in sorted(served)}
@@ -84,7 +87,7 @@ def _groups(told: Mapping[str, str]) -> Groups:
 
 
 def check(names: Names, namespace: str, infos: Iterable[WorkerInfo]) -> Check:
-    """Whether the workers of a namespace get requests for all that they serve."""
+    """Checks whether the workers of a namespace get requests for all that they serve."""
     about = "model names"
     if len(names.told) > 1:
         said = [f"{repr(text) if text else 'none'} ({who})" for text, who in names.told.items()]
@@ -106,7 +109,7 @@ def check(names: Names, namespace: str, infos: Iterable[WorkerInfo]) -> Check:
 
 
 def _parts(weights: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """`llama, sql: old 90 %, new 10 %`: names that are spread alike, and how."""
+    """Yields names that are spread alike, as `llama, sql: old 90 %, new 10 %`."""
     alike: dict[str, list[str]] = {}
     for name, of_name in weights.items():
         total = sum(of_name.values()) or 1.0

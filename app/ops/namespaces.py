@@ -1,4 +1,4 @@
-"""Which namespaces there are, and the state of one."""
+"""Names of namespaces, and the state of one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from app.state.reading import (
 )
 
 FULL_FACTOR = 4
-"""Beyond this many times the blocks that it was laid out for, an index is called overfull."""
+"""Times the blocks that an index was laid out for, beyond which it is called overfull."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """unique_blocks: how many exist. laid_out_blocks: how many the buckets were laid out for, where
-    that can be read. memory_bytes: used by the servers, including whatever else they hold."""
+    """State of a namespace. laid_out_blocks: how many the buckets were laid out for, where that can
+    be read. memory_bytes: used by the servers, including whatever else they hold."""
 
     namespace: str
     block_size: int
@@ -44,7 +44,7 @@ class Summary:
 
 
 async def names(redis: RedisClient) -> list[str]:
-    """Names of all namespaces, in order. Raises RedisUnavailable."""
+    """Returns the names of all namespaces, in order. Raises RedisUnavailable."""
     namespaces = set()
     async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
         namespaces |= {readable(key)[len("kvroute:1:{") : -len("}:meta")] for key in keys}
@@ -53,7 +53,8 @@ async def names(redis: RedisClient) -> list[str]:
 
 
 async def summary(redis: RedisClient, keyspace: Keyspace) -> Summary | None:
-    """A namespace's state; None: there is none. Reads the whole index. Raises RedisUnavailable."""
+    """Returns a namespace's state, or None if there is none. Reads the whole index. Raises
+    RedisUnavailable."""
     control = await read_control(redis, keyspace)
     if b"block_size" not in control.meta or b"shards" not in control.meta:
         return None
@@ -78,7 +79,7 @@ async def summary(redis: RedisClient, keyspace: Keyspace) -> Summary | None:
 
 
 async def block_size(redis: RedisClient, keyspace: Keyspace) -> int:
-    """Tokens per block. Raises ConfigError for a missing namespace, RedisUnavailable."""
+    """Returns tokens per block. Raises ConfigError for a missing namespace, RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         meta: Any = await redis.hgetall(keyspace["meta"])
     if b"block_size" not in meta:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from app.core.keys import Keyspace
-from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, say, text_table
+from app.ops.terminal import TIMEOUT_S, Answer, answering, text_table
 from app.options import POSITIVE, Command
 from app.state import planner
 from app.state.client import RedisClient
@@ -16,22 +16,18 @@ from app.state.connect import deadline
 
 @click.command(cls=Command)
 @click.option("--last", default=10, show_default=True, type=POSITIVE, help="Proposals to show.")
-@COMMON
-@json_option
-@on_redis
-async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bool) -> None:
+@answering
+async def explain(redis: RedisClient, keyspace: Keyspace, last: int) -> Answer:
     """Show the last proposals of the planner, and what they were made from, the newest first."""
     proposals = await planner.proposals(redis, keyspace, last)
-    if as_json:
-        say(json_text(proposals))
-        return
     if not proposals:
-        raise click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
+        error = click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
+        return Answer([], [], error)
     async with deadline(TIMEOUT_S):
         now_s, _ = await redis.time()
     ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in proposals]
     head = ("ago", "policy", "workers", "desired", "reason", "leaves", "from")
-    say(*text_table(head, [(age, *_row(one)) for age, one in zip(ages, proposals, strict=True)]))
+    lines = text_table(head, [(age, *_row(one)) for age, one in zip(ages, proposals, strict=True)])
     rows = [
         (
             age,
@@ -46,8 +42,9 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int, as_json: bo
     ]
     if rows:
         titles = ("ago", "with workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
-        say("", "What the recorded decisions would have come to:", "")
-        say(*text_table(titles, rows))
+        lines += ["", "What the recorded decisions would have come to:", ""]
+        lines += text_table(titles, rows)
+    return Answer(proposals, lines)
 
 
 def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:
@@ -63,6 +60,6 @@ def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _pools(of: dict[str, Any], name: str) -> str:
-    """Such as 2p6d; "": its workers have no roles."""
+    """Returns a text such as 2p6d, or "" if the workers have no roles."""
     pools = of.get(name)
     return f"{pools['prefill']}p{pools['decode']}d" if pools else ""

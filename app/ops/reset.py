@@ -1,4 +1,4 @@
-"""Deletes a namespace."""
+"""`kvroute reset`: deletes a namespace."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from app.state.reading import STEP_TIMEOUT_S, scan
 @on_redis
 async def reset(redis: RedisClient, keyspace: Keyspace, yes: bool) -> None:
     """Delete all keys of a namespace. Running workers register again by themselves."""
-    keys = await count_keys(redis, keyspace)
     if not yes:
+        pages = scan(redis, keyspace.pattern + "*")
+        keys = sum([len([key for key in page if keyspace.parse(key)]) async for _, page in pages])
         text = f"Delete {counted(keys, 'key')} of namespace {keyspace.namespace!r}?"
         click.confirm(text, abort=True)
     say(f"{counted(await delete_namespace(redis, keyspace), 'key')} deleted")
 
 
 async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:
-    """Delete all keys of this namespace only; returns how many. Raises RedisUnavailable.
+    """Delete all keys of this namespace only, and return how many. Raises RedisUnavailable.
 
-    Workers and routers may be running: what says which workers there are goes at once, so that they
-    register again, and nothing is left that belongs to none of them.
+    Workers and routers may be running: the list of workers goes at once, so that they register
+    again, and nothing is left that belongs to none of them.
     """
     control = [
         keyspace[key.name] for key in KEYSPACE if not key.in_shard and key.prefix == key.name
@@ -45,13 +46,3 @@ async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:
                 pipe.unlink(key)
             deleted += sum(await pipe.execute())
     return deleted
-
-
-async def count_keys(redis: RedisClient, keyspace: Keyspace) -> int:
-    """How many keys the namespace has. Raises RedisUnavailable."""
-    return sum(
-        [
-            len([key for key in keys if keyspace.parse(key)])
-            async for _, keys in scan(redis, keyspace.pattern + "*")
-        ]
-    )

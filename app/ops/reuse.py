@@ -1,21 +1,25 @@
-"""Where the reuse of prompts is lost, in what all replicas say of the last hour."""
+"""`kvroute inspect funnel`: where reuse of prompts is lost; and the prefixes that are asked for."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import click
 from typing_extensions import TypedDict
 
+from app.core.chains import positions
 from app.core.keys import Keyspace
 from app.core.sketch import ERROR
+from app.core.types import SequenceHash
 from app.ops import namespaces
-from app.ops.terminal import COMMON, json_option, json_text, on_redis, say
+from app.ops.terminal import Answer, answering
 from app.options import Command
 from app.policy.decision import Step
+from app.policy.record import DecisionSummary
 from app.policy.reuse import PROMPT, UNFORESEEN
 from app.state import replicas
 from app.state.client import RedisClient
@@ -101,27 +105,25 @@ def _steps(counts: Counter[tuple[str, str]]) -> ReuseSteps:
 
 
 @click.command("funnel", cls=Command)
-@COMMON
-@json_option
-@on_redis
-async def command(redis: RedisClient, keyspace: Keyspace, as_json: bool) -> None:
+@answering
+async def command(redis: RedisClient, keyspace: Keyspace) -> Answer:
     """Show how much of the prompts of the last hour was reused, and where the rest was lost."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     said = await replicas.present(redis, keyspace)
     shown = together(said.values())
-    if as_json:
-        say(json_text(shown))
-    elif ALL in shown["models"]:
-        whole = shown["models"][ALL]
-        for model, steps in shown["models"].items():
-            if model == ALL or steps != whole:
-                say(*_picture(model, steps))
-    else:
-        say(f"no prompt was routed in the last hour by the {len(said)} replicas that tell")
+    whole = shown["models"].get(ALL)
+    lines = [
+        line
+        for model, steps in shown["models"].items()
+        if model == ALL or steps != whole
+        for line in _picture(model, steps)
+    ]
+    nothing = f"no prompt was routed in the last hour by the {len(said)} replicas that tell"
+    return Answer(shown, lines or [nothing])
 
 
-def _picture(model: str, steps: Mapping[str, Any]) -> Iterable[str]:
-    """A bar for each step, and its losses behind it."""
+def _picture(model: str, steps: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a bar for each step, with the losses before it."""
     prompt = steps["prompt_tokens"]
     yield f"{model or 'all models'}: {prompt:,} prompt tokens"
     for step, text in TEXTS.items():
@@ -135,3 +137,39 @@ def _picture(model: str, steps: Mapping[str, Any]) -> Iterable[str]:
         yield f"  {text:18} {share:6.1%} {bar:{WIDTH}} {lost and f'lost: {lost}'}".rstrip()
     if steps["unforeseen"]:
         yield f"  {'cached, not known':18} {steps['unforeseen'] / prompt:6.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUsage:
+    """A prefix of prompts. block: its last one. requests: how many had all of the prefix."""
+
+    block: SequenceHash
+    num_blocks: int
+    requests: int
+
+
+def usages(records: Iterable[DecisionSummary]) -> Iterator[PrefixUsage]:
+    """Yields how often prefixes were asked for, the most frequent first, among equals the longest.
+
+    A prefix is left out if a longer recorded one with as many requests continues it. So the system
+    prompt is listed, but not each of its blocks.
+    """
+    counts: dict[SequenceHash, int] = {}
+    place: dict[SequenceHash, int] = {}
+    continued: dict[SequenceHash, int] = {}
+    for record in records:
+        at = positions(record.full_blocks)
+        for block, position, child in zip(
+            record.blocks, at, [*record.blocks[1:], None], strict=False
+        ):
+            counts[block] = counts.get(block, 0) + 1
+            place[block] = position
+            if child is not None:
+                # If all requests go on with the same child, it is also the one seen last.
+                continued[block] = counts.get(child, 0) + 1
+    most_asked = [
+        PrefixUsage(block, place[block], count)
+        for block, count in counts.items()
+        if continued.get(block, 0) < count
+    ]
+    yield from sorted(most_asked, key=lambda usage: (-usage.requests, -usage.num_blocks))

@@ -1,11 +1,11 @@
-"""What the operator commands share: a Redis client to run on, and the format of answers."""
+"""Basics of operators' commands: a Redis client to run on, and the format of answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import orjson
@@ -19,7 +19,14 @@ from app.state.connect import connect, deadline, naming
 T = TypeVar("T")
 TIMEOUT_S = 5.0
 COMMON = options(CommonSettings, without=("host", "log_level"))
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+class Answer(NamedTuple):
+    """An answer as JSON's types and as lines of text. error: raised once it is printed."""
+
+    plain: Any
+    lines: Iterable[str]
+    error: Exception | None = None
 
 
 def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
@@ -39,8 +46,22 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
     return run
 
 
+def answering(command: Callable[..., Awaitable[Answer]]) -> Callable[..., None]:
+    """Runs `command` on Redis and prints its Answer, as JSON with --json."""
+    run = on_redis(command)
+
+    @wraps(command)
+    def answer(as_json: bool, **values: Any) -> None:
+        plain, lines, error = run(**values)
+        say(*([json_text(plain)] if as_json else lines))
+        if error is not None:
+            raise error
+
+    return COMMON(click.option("--json", "as_json", is_flag=True, help="Print JSON.")(answer))
+
+
 def counted(number: int, noun: str, nouns: str = "") -> str:
-    """`1 block`, `2,000 blocks`. nouns: the plural, if it is not noun + s."""
+    """Returns `1 block` or `2,000 blocks`. nouns: the plural, if it is not noun + s."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
@@ -54,9 +75,12 @@ def json_text(value: Any) -> str:
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Lines, with columns as wide as their widest cell; all but the first right-aligned."""
+def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]], empty: str = "") -> list[str]:
+    """Returns lines with columns as wide as their widest cell, all but the first right-aligned; or
+    `empty`, if that is given and there are no rows."""
     cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
+    if empty and len(cells) == 1:
+        return [empty]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(

@@ -10,7 +10,7 @@ import click
 
 from app.core.keys import Keyspace
 from app.core.usage import BY, HOUR_MS, Usage, Who, added_up, cached_share
-from app.ops.terminal import COMMON, TIMEOUT_S, json_option, json_text, on_redis, say, text_table
+from app.ops.terminal import TIMEOUT_S, Answer, answering, text_table
 from app.options import Command
 from app.state import usage as stored
 from app.state.client import RedisClient
@@ -69,24 +69,19 @@ class _Since(click.ParamType[int]):
 
 
 @click.command(cls=Command)
-@COMMON
 @click.option("--by", type=click.Choice(tuple(BY)), default="key", help="What to add up by.")
 @click.option("--since", default="7d", type=_Since(), help="How far back: 12h, 7d.")
-@json_option
-@on_redis
-async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int, as_json: bool) -> None:
+@answering
+async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int) -> Answer:
     """Show how many requests and tokens each key, tenant or model has used.
 
     Routers add that up in the namespace that they are started with, for the models of all others,
     too. A * marks what includes tokens that the router counted, as an engine did not tell.
     """
     found = await answer(redis, keyspace, by, since)
-    if as_json:
-        say(json_text(found))
-        return
     head = (by, "requests", "failed", "refused", "prompt", "cached", "output", "waited")
     rows = [_line(row["name"], row) for row in found["rows"]]
-    say(*text_table(head, [*rows, _line("all", found["total"])]))
+    return Answer(found, text_table(head, [*rows, _line("all", found["total"])]))
 
 
 def _line(name: str, row: dict[str, Any]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Looks for contradictions in a live namespace."""
+"""Search for contradictions in a live namespace."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ OWNERS = re.compile(rb"(?:(?:%b,)*%b )?(?:[1-9]\d{0,9}[dhk])+" % (BACKS.pattern,
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
-LONGEST_LEASE_S = 3600
-"""Of planners."""
+LONGEST_PLANNER_LEASE_S = 3600
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
@@ -58,8 +57,6 @@ EXAMPLES = 5
 
 @dataclass(slots=True)
 class Finding:
-    """What is wrong, how often, and examples of where."""
-
     what: str
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -67,28 +64,26 @@ class Finding:
 
 @dataclass(slots=True)
 class Extent:
-    """How many buckets of the index were looked through, and how many there are."""
+    """Number of buckets of the index that were looked through, and of those that exist."""
 
     buckets: int = 0
     existing_buckets: int = 0
 
     def __str__(self) -> str:
+        all_of = counted(self.existing_buckets, "bucket")
         if self.buckets == self.existing_buckets:
-            return counted(self.buckets, "bucket")
-        return (
-            f"{self.buckets:,} of {counted(self.existing_buckets, 'bucket')}; "
-            "the rest were not checked (--max-buckets)"
-        )
+            return all_of
+        return f"{self.buckets:,} of {all_of}; the rest were not checked (--max-buckets)"
 
 
 async def verify(
     redis: RedisClient, keyspace: Keyspace, max_buckets: int
 ) -> tuple[list[Finding], Extent]:
-    """The contradictions in a live namespace, and how much of the index was searched for them.
+    """Returns the contradictions in a live namespace, and how much of the index was searched.
 
-    State changes while it is read: what looks wrong is looked at LOOKS times, and counts only if it
-    was wrong each time. Whether blocks are closed under prefix cannot be checked: Redis does not
-    know a block's parent. Raises RedisUnavailable.
+    State changes while it is read: a contradiction counts only if it is there at each of LOOKS
+    looks. Whether blocks are closed under prefix cannot be checked: Redis does not know a block's
+    parent. Raises RedisUnavailable.
     """
     findings: dict[str, Finding] = {}
     wrong, unusable = await _look(redis, keyspace)
@@ -117,8 +112,7 @@ def _note(findings: dict[str, Finding], what: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Usable(Keyspace):
-    """A namespace in which keys of another type than they should have, for which commands would
-    fail, count as missing."""
+    """A namespace in which keys of a wrong type count as missing, as commands would fail there."""
 
     unusable: frozenset[str] = frozenset()
 
@@ -133,8 +127,8 @@ class _Usable(Keyspace):
 async def _look(
     redis: RedisClient, keyspace: Keyspace
 ) -> tuple[list[tuple[str, str]], frozenset[str]]:
-    """(what, where) for everything that looks wrong now, except in the buckets of the index; and
-    the keys that are not of their type."""
+    """Returns (what, where) for everything that looks wrong now, except in the buckets of the
+    index; and the keys that are not of their type."""
     wrong, incarnations, shards, unusable = await _look_at_names(redis, keyspace)
     wrong += await _look_at_models(redis)
     keyspace = _Usable(keyspace.namespace, unusable=unusable)
@@ -165,8 +159,8 @@ async def _look(
 async def _look_at_names(
     redis: RedisClient, keyspace: Keyspace
 ) -> tuple[list[tuple[str, str]], set[bytes], set[int], frozenset[str]]:
-    """Keys that are none of the keyspace's; which incarnations have keys, and which shards; and
-    the keys that are not of their type."""
+    """Returns wrong keys, the incarnations and shards that have keys, and the keys that are not of
+    their type."""
     types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
     wrong: list[tuple[str, str]] = []
     incarnations, shards, unusable = set[bytes](), set[int](), set[str]()
@@ -196,7 +190,7 @@ async def _look_at_names(
 
 
 async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
-    """What is wrong with the list of models, which all namespaces share."""
+    """Returns what is wrong with the list of models, which all namespaces share."""
     async with deadline(STEP_TIMEOUT_S):
         seconds, _ = await redis.time()
         kind: Any = await redis.type(MODELS)
@@ -215,7 +209,7 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
 
 
 async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
-    """Fields of the planner's hash that no planner would write."""
+    """Returns the fields of the planner's hash that no planner would write."""
     async with deadline(STEP_TIMEOUT_S):
         seconds, _ = await redis.time()
         fields: Any = await redis.hgetall(keyspace["planner"])
@@ -238,13 +232,13 @@ async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple
         if name in checks and not checks[name](value)
     ]
     until = text.get("until_ms", "")
-    if is_whole(until) and int(until) > 1000 * (seconds + LONGEST_LEASE_S):
+    if is_whole(until) and int(until) > 1000 * (seconds + LONGEST_PLANNER_LEASE_S):
         wrong.append(("a planner's lease that ends later than any asks for", until))
     return wrong
 
 
 async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str, str]]:
-    """What is wrong with the keys of a shard other than its buckets."""
+    """Returns what is wrong with the keys of a shard other than its buckets."""
 
     def queue(pipe: Pipeline) -> None:
         pipe.hget(shard["shard"], "bucket_bits")
@@ -267,7 +261,7 @@ async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str,
 
 
 def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
-    """(what, where) for every value that no part of kvroute would write."""
+    """Yields (what, where) for every value that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
     for name in (b"version", b"block_size", b"shards", b"incarnations"):
         if c.meta and number_in(c.meta, name) is None:
@@ -291,7 +285,7 @@ def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str,
 
 
 def _contradictions(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
-    """(what, where) for every contradiction outside the index."""
+    """Yields (what, where) for every contradiction outside the index."""
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
     for inc in c.writers.keys() - c.workers.keys():
@@ -318,13 +312,13 @@ def _contradictions(c: Control, reserved: ReservationRecords) -> Iterator[tuple[
 
 
 def number_in(fields: Mapping[bytes, bytes], name: bytes) -> int | None:
-    """A positive number; None: there is none that can be read."""
+    """Returns a positive number, or None if there is none that can be read."""
     text = fields.get(name, b"")
     return int(text) if NUMBER.fullmatch(text) else None
 
 
 def is_bucket(name: str, bits: int | None) -> bool:
-    """Whether a bucket of this name is one of 2^`bits`; with None, which ones there are is open."""
+    """Whether a bucket of this name is one of 2^`bits`; with None, any may be."""
     if bits is None:
         return True
     digits = -(-bits // 4)
@@ -334,7 +328,7 @@ def is_bucket(name: str, bits: int | None) -> bool:
 
 
 def _counted(records: Collection[bytes]) -> tuple[int, ...]:
-    """prefill_tokens, prefill_us, blocks, requests, decoding, summed over the requests; () if one
+    """Returns the sums of prefill_tokens, prefill_us, blocks, requests and decoding; () if a record
     cannot be read."""
     tokens = us = blocks = decoding = held = 0
     for record in map(REQUEST.fullmatch, records):
@@ -380,10 +374,10 @@ async def _verify_index(
 async def _bad_entries(
     redis: RedisClient, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
 ) -> list[tuple[bytes, str, str]]:
-    """(key, what, where) of entries that nobody would write, or whose owner has ended.
+    """Returns (key, what, where) of entries that nobody would write, or whose owner has ended.
 
-    Entries of incarnations in `dead`, or that a sweep has yet to be told of, are not at fault.
-    keys: each with its shard.
+    Entries of incarnations in `dead`, or that no sweep has been told of yet, are right. keys: each
+    with its shard.
     """
     held = await contents(node, list(keys))
     known: dict[int, set[Incarnation]] = {}

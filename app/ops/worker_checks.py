@@ -67,10 +67,7 @@ def of_workers(
     namespace: str,
     names: Names,
 ) -> Checks:
-    """Checks of live workers, without a look at Redis.
-
-    names: those that they serve.
-    """
+    """Yields checks of live workers. names: those that they serve."""
     infos = [w.info for w in live if w.info]
     yield from _alike(infos)
     yield _contexts(infos)
@@ -89,7 +86,7 @@ def of_workers(
 
 
 def agents(away_s: Mapping[str, float | None]) -> Check:
-    """Whether any is away. away_s: for how long, by worker; None: it is not."""
+    """Checks whether agents are away. away_s: for how long, by worker; None: the agent is there."""
     away = [f"{worker} for {s:.0f} s" for worker, s in away_s.items() if s is not None]
     return Check(
         "agents",
@@ -102,7 +99,7 @@ def agents(away_s: Mapping[str, float | None]) -> Check:
 
 
 def engines(infos: Iterable[WorkerInfo]) -> Check:
-    """Whether agents take engines to be ill. infos: of workers that are alive."""
+    """Checks whether agents take engines to be ill. infos: of workers that are alive."""
     ill = [f"{info.key} {info.ill}" for info in infos if info.ill]
     return Check(
         "engines",
@@ -113,7 +110,7 @@ def engines(infos: Iterable[WorkerInfo]) -> Check:
 
 
 def findings(infos: Iterable[WorkerInfo]) -> Checks:
-    """What workers, engines and agents say that is wrong: one check for each, with its workers."""
+    """Yields a check for each thing that workers, engines and agents say is wrong."""
     workers_of: dict[str, list[str]] = {}
     for info in infos:
         for finding in info.findings:
@@ -124,8 +121,8 @@ def findings(infos: Iterable[WorkerInfo]) -> Checks:
 
 
 def below_exact(infos: Iterable[WorkerInfo]) -> Checks:
-    """Of workers that are not exact: one check for each cause; none if there are none. It fails
-    where an engine publishes what it caches, and its agent does not hear it."""
+    """Yields a check for each cause for which workers are not exact. It fails where an engine
+    publishes what it caches, and its agent does not hear that."""
     by_cause: dict[tuple[Trust, str, bool], list[str]] = {}
     for info in infos:
         if info.trust is not Trust.EXACT:
@@ -142,7 +139,7 @@ def below_exact(infos: Iterable[WorkerInfo]) -> Checks:
 
 
 def _alike(infos: list[WorkerInfo]) -> Checks:
-    """What all workers of a namespace must have in common."""
+    """Yields checks of what all workers of a namespace must have in common."""
     for about, field, why in (
         ("block size", "block_size", "start them with the same --block-size"),
         ("models", "models", "give each model a --namespace of its own"),
@@ -190,7 +187,7 @@ def _text(value: object) -> str:
 
 
 def predicted(records: Iterable[DecisionSummary], workers: list[WorkerStatus]) -> Check:
-    """Whether workers report the cache hits that decisions predicted: shares of prompt tokens.
+    """Checks whether workers report the share of prompt tokens as cached that decisions predicted.
 
     records: the newest first.
     """
@@ -218,8 +215,8 @@ def predicted(records: Iterable[DecisionSummary], workers: list[WorkerStatus]) -
 
 
 def _predicted_share(decided: list[DecisionSummary], block_size: int) -> float | None:
-    """Of the prompt tokens of one worker's requests, what was predicted to be cached; None: too
-    little was. A worker that gets KV from another reports as cached what came from there."""
+    """Returns the share of one worker's prompt tokens that was predicted to be cached, or None if
+    too little was predicted. A worker that gets KV from another reports that as cached."""
     told = [one for one in decided if one.trust is Trust.EXACT and not one.source]
     if len(told) < max(MIN_DECISIONS, (1.0 - NOT_PREDICTED) * len(decided)):
         return None
@@ -228,7 +225,7 @@ def _predicted_share(decided: list[DecisionSummary], block_size: int) -> float |
 
 
 def of_transfers(infos: Sequence[WorkerInfo]) -> Checks:
-    """Nothing where no worker hands KV on, or has a role."""
+    """Yields checks of KV that travels; none where no worker hands KV on, or has a role."""
     able = [info for info in infos if info.kv_transfer]
     if not able and all(info.role is Role.BOTH for info in infos):
         return
@@ -254,7 +251,7 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Checks:
 
 
 def _pairs(able: Sequence[WorkerInfo]) -> Check:
-    """Whether all may use each other's KV."""
+    """Checks whether all may use each other's KV."""
     told = [f"{name}: {_by_value(values)}" for name, values in differences(able)]
     silent = {str(info.key): unknown_of(info) for info in able if group_of(info) is None}
     told += [f"{key} does not tell its {', '.join(names)}" for key, names in silent.items()]
@@ -272,7 +269,7 @@ def _by_value(values: Mapping[str, Sequence[str]]) -> str:
 
 
 def _leases(able: Sequence[WorkerInfo]) -> Checks:
-    """How long sources keep what waits to be fetched, as far as that is known."""
+    """Checks how long sources keep what waits to be fetched, as far as that is known."""
     told = Counter(info.kv_lease_s for info in able if info.kv_lease_s)
     if not told:
         return
@@ -287,7 +284,7 @@ def _leases(able: Sequence[WorkerInfo]) -> Checks:
 
 
 def _roles(able: Sequence[WorkerInfo]) -> Check:
-    """A worker with a role needs one that does the other half."""
+    """Checks whether each worker with a role has one that does the other half."""
     number = Counter(info.role for info in able)
     wanted = "prefill" if number[Role.DECODE] else "decode"
     is_alone = not number[Role.BOTH] and len(number) == 1

@@ -1,4 +1,4 @@
-"""What Redis says of workers: leases, loads, blocks, metrics and reservations."""
+"""Workers as Redis has them: leases, loads, blocks, metrics and reservations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
 from app.state.streams import id_ms, pages_backwards
 
 STEP_ENTRIES = 512
-"""Of the metrics stream, in 2 ms of Redis's time."""
+"""Entries of the metrics stream that are read at once, in 2 ms of Redis's time."""
 LATEST_MS = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One incarnation. lease_ms: what is left of its lease; None: it has none. metrics_age_s: of
-    its newest entry in the metrics stream, which gpu and hit_rate (0-1) are of."""
+    """One incarnation of a worker. lease_ms: what is left of its lease, if it has one.
+    metrics_age_s: age of the newest entry in the metrics stream, from which gpu and hit_rate (0-1)
+    are."""
 
     incarnation: Incarnation
     info: WorkerInfo | None
@@ -50,7 +51,7 @@ class WorkerStatus:
 
     @property
     def state(self) -> str:
-        """The worker's, or `staged` before the worker is switched over to the incarnation."""
+        """State of the worker, or `staged` before the worker is switched to the incarnation."""
         is_staged = not self.current and self.verdict.state is not State.LAPSED
         return "staged" if is_staged else self.verdict.state
 
@@ -60,12 +61,12 @@ class WorkerStatus:
 
 
 async def everyone(redis: RedisClient, keyspace: Keyspace) -> list[WorkerStatus]:
-    """All incarnations; their blocks are not counted. Raises RedisUnavailable."""
+    """Returns all incarnations; their blocks are not counted. Raises RedisUnavailable."""
     return await with_blocks(redis, keyspace, await read_control(redis, keyspace), Counter())
 
 
 async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> list[WorkerStatus]:
-    """The incarnations of a worker key or worker id. Raises RedisUnavailable."""
+    """Returns the incarnations of a worker key or worker id. Raises RedisUnavailable."""
     control = await read_control(redis, keyspace)
     held, _ = await held_blocks(redis, keyspace)
     return [
@@ -100,7 +101,8 @@ def live_in(view: View) -> list[WorkerStatus]:
 async def requests_on(
     redis: RedisClient, keyspace: Keyspace, incarnation: Incarnation
 ) -> dict[str, str]:
-    """Request id → record, of all that is reserved on the incarnation. Raises RedisUnavailable."""
+    """Returns the record of each reservation on an incarnation, by request id. Raises
+    RedisUnavailable."""
     async with deadline(STEP_TIMEOUT_S):
         reply: Any = await redis.hgetall(keyspace[f"requests:{incarnation}"])
     return {readable(name): readable(text) for name, text in reply.items()}
@@ -142,14 +144,14 @@ async def with_blocks(
 
 
 def _finite(score: float) -> int:
-    """The time that a score says, which anybody may have set to infinity."""
+    """Returns the time that a score says, which anybody may have set to infinity."""
     return int(min(max(score, 0.0), LATEST_MS))
 
 
 async def _newest(
     redis: RedisClient, keyspace: Keyspace
 ) -> dict[bytes, tuple[int, dict[bytes, bytes]]]:
-    """When each incarnation last published metrics, by its text, and what."""
+    """Returns each incarnation's last metrics and when they came, by the incarnation's text."""
     newest: dict[bytes, tuple[int, dict[bytes, bytes]]] = {}
     async for page in pages_backwards(redis, keyspace["metrics"], STEP_ENTRIES):
         for entry_id, entry in page:

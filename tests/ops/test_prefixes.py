@@ -1,5 +1,5 @@
 from app.core.types import SequenceHash
-from app.ops.prefixes import PrefixUsage, usages
+from app.ops.reuse import PrefixUsage, usages
 from tests.state.test_decisions import CHAIN, record
 
 
