@@ -1,4 +1,4 @@
-"""Where workers are, as gateways name that: by address and port."""
+"""Endpoints of workers, as gateways name them: address and port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMES = 4096
 
 @lru_cache(maxsize=4096)
 def _place(address: str) -> tuple[str, int]:
-    """Host and port of a base URL; no host where it is none."""
+    """Returns host and port of a base URL; no host if it is no URL."""
     try:
         parts = urlsplit(address)
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -40,18 +40,18 @@ def joined(host: str, port: int) -> str:
 
 
 def several(text: str) -> list[str]:
-    """The endpoints in a list of them."""
+    """Returns the endpoints in a list of them."""
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
 class Endpoints:
-    """Looks names of hosts up, and keeps what they stand for, for a while."""
+    """Looks up names of hosts, and keeps their addresses for a while."""
 
     def __init__(self) -> None:
         self._looked_up: dict[str, tuple[str, float]] = {}
 
     async def of(self, workers: Iterable[WorkerInfo]) -> dict[WorkerKey, str]:
-        """`ip:port` of each; what has no address now is left out."""
+        """Returns `ip:port` of each worker that has an address now."""
         places = {info.key: _place(info.address) for info in workers}
         now_s = asyncio.get_running_loop().time()
         lacking = {

@@ -1,7 +1,7 @@
-"""Messages of Envoy's ext_proc: of those of envoy/service/ext_proc/v3/external_processor.proto, the
+"""Messages of Envoy's ext_proc, from envoy/service/ext_proc/v3/external_processor.proto, with the
 fields that are used here. All others are ignored when they come.
 
-Not those of a package: xds-protos puts files of its own in the place of OpenTelemetry's.
+They come from no package: xds-protos puts files of its own in the place of OpenTelemetry's.
 """
 
 from __future__ import annotations

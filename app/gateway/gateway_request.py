@@ -1,4 +1,4 @@
-"""One request of a gateway, from its headers to the end of its answer: an ASGI server's part."""
+"""One request of a gateway, and the answer to it: an ASGI server's part."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from urllib.parse import unquote
 from grpc.aio import EOF
 from starlette.types import Message, Scope
 
+from app.door import whole_answer
+from app.door.forwarding import Outgoing, Parser
+from app.door.stream import Whole
 from app.edge.openai import CARRIER
 from app.gateway import messages
 from app.gateway.messages import Request, Response
@@ -17,11 +20,15 @@ from app.http.held import HELD, HeldBodies, HeldBody
 from app.http.watch import ON_GONE
 
 UNKNOWN = "unknown"
-"""Holder of what comes from who knows where."""
+"""Holder of bodies from unknown addresses."""
+FIRST_BYTES = whole_answer.MAX_PARSED_BYTES
+"""Bytes of an answer that is no stream, by which it is judged."""
+_DETAILS = "response.code_details"
+_VIA_UPSTREAM = "via_upstream"
 
 
 class GatewayCall(Protocol):
-    """One call of a gateway, as grpc has it. All else of it is of no use here."""
+    """The part of a gRPC call that is used here."""
 
     async def read(self) -> Any: ...
 
@@ -31,8 +38,8 @@ class GatewayCall(Protocol):
 class GatewayRequest:
     """Reads what the gateway says, and says what an application answers.
 
-    Until a worker's answer begins, what the application sends is one in its place; from then on it
-    is about that answer.
+    Until a worker's answer begins, the application's answer takes its place; from then on it is
+    about that answer.
     """
 
     def __init__(self, call: GatewayCall, first: Request, held: HeldBodies) -> None:
@@ -57,7 +64,7 @@ class GatewayRequest:
         self.held = HeldBody(held, self.client)
 
     def scope(self, carrier: Callable[..., object]) -> Scope:
-        """As ASGI has it. carrier: see app/edge/openai.py."""
+        """Returns the request as ASGI has it. carrier: see app/edge/openai.py."""
         about = dict(self.headers)
         path, _, query = about.get(b":path", b"/").partition(b"?")
         return {
@@ -79,7 +86,7 @@ class GatewayRequest:
         }
 
     async def read(self) -> Request | None:
-        """What the gateway says next; None: it says no more."""
+        """Returns what the gateway says next, or None if it says no more."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             said = await ahead
@@ -94,7 +101,7 @@ class GatewayRequest:
         return said if said is not EOF else None
 
     def _watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Have `on_gone` called once the gateway has hung up; None: nothing."""
+        """Have `on_gone` called once the gateway has hung up."""
         self._on_gone = on_gone
         if on_gone is not None and self._ahead is None:
             self._ahead = asyncio.ensure_future(self._read())
@@ -111,7 +118,6 @@ class GatewayRequest:
             self._ahead.cancel()
 
     async def receive(self) -> Message:
-        """As ASGI's."""
         if not self._has_body:
             return {"type": "http.request", "body": b"", "more_body": False}
         said = await self.read()
@@ -124,21 +130,20 @@ class GatewayRequest:
         return {"type": "http.request", "body": piece, "more_body": self._has_body}
 
     async def hand_on(self, *said: Response) -> None:
-        """Have a worker answer. said: where that is, and what it gets."""
+        """Have a worker answer. said: its endpoint, and the body that it gets."""
         self._is_handed_on = True
         self.held.clear()
         for one in said:
             await self._call.write(one)
 
     def answers_itself(self) -> None:
-        """Have what the application sends take the place of a worker's answer that has begun."""
+        """Let the application's answer take the place of a worker's that has begun."""
         self._has_answer = False
 
     async def say(self, said: Response) -> None:
         await self._call.write(said)
 
     async def send(self, message: Message) -> None:
-        """As ASGI's."""
         if self._has_answer:
             await self._answer(message)
         elif message["type"] == "http.response.start":
@@ -159,6 +164,54 @@ class GatewayRequest:
 
 
 def _client_in(headers: messages.Headers) -> str:
-    """The address that the gateway, or what stands before it, saw last."""
+    """Returns the address that the gateway, or a proxy before it, saw last."""
     said = dict(headers).get(b"x-forwarded-for", b"")
     return said.rpartition(b",")[2].strip().decode("latin-1") or UNKNOWN
+
+
+class GatewayAnswer:
+    """An answer as far as it has come. No I/O.
+
+    in_events: whether it is a stream. is_of_gateway: whether the gateway answered in a worker's
+    place. sees_all: whether its body passes here. is_refusal: whether it is an error, in whose
+    place another body can go on. first: its beginning, unless it is a stream.
+    """
+
+    def __init__(self, said: messages.Request, outgoing: Outgoing, mode: int) -> None:
+        """said: its headers. mode: how the gateway passes bodies."""
+        self.headers = messages.headers_of(said.response_headers.headers)
+        about = dict(self.headers)
+        status = about.get(b":status", b"")
+        self.status = int(status) if status.isdigit() else 0
+        details = messages.attribute_in(said, _DETAILS)
+        self.is_of_gateway = details not in ("", _VIA_UPSTREAM)
+        kind = whole_answer.type_in(self.headers)
+        self.in_events = self.status == 200 and kind == b"text/event-stream"
+        self.sees_all = mode != messages.NONE
+        self.is_refusal = self.status >= 400 and mode == messages.FULL_DUPLEX_STREAMED
+        self.parser: Parser = outgoing.parser() if self.in_events else Whole()
+        self.first = b""
+        self._kept: list[bytes] = []
+        self._num_kept = 0
+
+    def passed(self, piece: bytes, *, is_last: bool) -> bytes:
+        """Returns the part of an answer that goes on now."""
+        if not self.in_events and len(self.first) < FIRST_BYTES:
+            self.first += piece[: FIRST_BYTES - len(self.first)]
+        passed = self.parser.passed(piece) if piece else b""
+        return passed + self.parser.rest() if is_last else passed
+
+    def goes_on(self, passed: bytes, *, is_last: bool) -> list[bytes]:
+        """Returns the pieces that are sent now. An answer that is no stream waits until a message
+        is full, as each costs a seventh of a decision."""
+        self._kept.append(passed)
+        self._num_kept += len(passed)
+        if not (is_last or self.in_events or self._num_kept >= messages.CHUNK_BYTES):
+            return []
+        kept, self._kept, self._num_kept = self._kept, [], 0
+        return kept
+
+    @property
+    def error(self) -> bytes:
+        """The worker's own words about why it failed, if it said any."""
+        return self.parser.error or (self.first if self.status >= 400 else b"")

@@ -1,4 +1,4 @@
-"""What an endpoint picker and a gateway say to each other: Envoy's ext_proc, protocol 1.0.0 of the
+"""Messages between an endpoint picker and a gateway: Envoy's ext_proc, protocol 1.0.0 of the
 Gateway API Inference Extension. No I/O."""
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _said = ext_proc.ProcessingResponse
 Headers = Sequence[tuple[bytes, bytes]]
 
 ENDPOINT = "x-gateway-destination-endpoint"
-"""Where a request goes: `ip:port`, and behind commas where else, if it is not reached there."""
+"""Header with the endpoints of a request, `ip:port`, separated by commas: the next is tried if one
+is not reached."""
 SERVED = "x-gateway-destination-endpoint-served"
-"""Which of these has answered."""
+"""Metadata with the endpoint that has answered."""
 SUBSET = "x-gateway-destination-endpoint-subset"
-"""To which of its endpoints a gateway confines a request."""
+"""Metadata with the endpoints to which a gateway confines a request."""
 TEST_SELECTION = b"test-epp-endpoint-selection"
 LB, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
 """Namespaces of metadata."""
@@ -32,13 +33,11 @@ CHUNK_BYTES = 62_000
 NONE, STREAMED, FULL_DUPLEX_STREAMED = map(
     ext_proc.BODY_MODES.index, ("NONE", "STREAMED", "FULL_DUPLEX_STREAMED")
 )
-"""How bodies pass a picker."""
-
-
+"""Ways in which bodies pass a picker."""
 MAX_BYTES = 4 * 1024 * 1024
-"""Of a message. Gateways pass bodies in far smaller pieces."""
+"""Size of a message. Gateways pass bodies in far smaller pieces."""
 MAX_HEAD_BYTES = 128 * 1024
-"""Of one that is no piece of a body: its headers, metadata and attributes are looked at one by
+"""Size of a message without a body: its headers, metadata and attributes are looked at one by
 one."""
 _BODIES = ("request_body", "response_body")
 
@@ -57,7 +56,7 @@ def parsed(text: bytes) -> Request | None:
 
 
 def headers_of(headers: Any) -> list[tuple[bytes, bytes]]:
-    """Pseudo-headers among them. A gateway fills in one of two fields."""
+    """Returns all headers, pseudo-headers included. A gateway fills in one of two fields."""
     return [
         (header.key.lower().encode(), header.raw_value or header.value.encode())
         for header in headers.headers
@@ -65,7 +64,7 @@ def headers_of(headers: Any) -> list[tuple[bytes, bytes]]:
 
 
 def metadata_in(request: Request, namespace: str, name: str) -> str | None:
-    """None: it has none. Lists are joined by commas; what is no text is empty."""
+    """Returns metadata as text, or None if the request has none. Lists are joined by commas."""
     found = request.metadata_context.filter_metadata.get(namespace)
     if found is None or name not in found.fields:
         return None
@@ -76,7 +75,7 @@ def metadata_in(request: Request, namespace: str, name: str) -> str | None:
 
 
 def attribute_in(request: Request, name: str) -> str:
-    """ "" : the gateway does not say."""
+    """Returns an attribute, or "" if the gateway does not say."""
     for about in request.attributes.values():
         if name in about.fields:
             return str(about.fields[name].string_value)
@@ -84,7 +83,7 @@ def attribute_in(request: Request, name: str) -> str:
 
 
 def problem_of(first: Request | None) -> str:
-    """Why the gateway's filter cannot be served as it is set; "": it can, or does not say how."""
+    """Returns why the gateway's filter cannot be served as it is set, or "" if it can."""
     if first is None:
         return f"no message of ext_proc, or over {MAX_HEAD_BYTES} bytes"
     if not first.HasField("request_headers"):
@@ -106,8 +105,8 @@ def _mode(number: int) -> str:
 
 
 def goes_to(endpoints: str, headers: Headers, without: Iterable[bytes], body: bytes) -> Response:
-    """The first answer to a request. headers: that are set; without: that go. body: its length is
-    said here; `pieces` sends it."""
+    """Returns the first answer to a request. headers: those to set. without: those to remove. body:
+    only its length is said here."""
     more = [(ENDPOINT.encode(), endpoints.encode()), (b"content-length", b"%d" % len(body))]
     about = Struct()
     about.update({LB: {ENDPOINT: endpoints}})
@@ -119,7 +118,7 @@ def goes_to(endpoints: str, headers: Headers, without: Iterable[bytes], body: by
 
 
 def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
-    """The body of a request, as it goes on, and that its trailers do."""
+    """Yields the body of a request as it goes on, and its trailers."""
     for begin in range(0, max(1, len(body)), CHUNK_BYTES):
         is_last = not has_trailers and begin + CHUNK_BYTES >= len(body)
         yield _said(request_body=_piece(body[begin : begin + CHUNK_BYTES], is_last))
@@ -128,7 +127,7 @@ def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
 
 
 def answer_headers(status: int, headers: Headers) -> Response:
-    """headers: that are set in an answer, besides its status."""
+    """Returns the headers of an answer as they go on. headers: those to set."""
     common = ext_proc.CommonResponse()
     headers = [each for each in headers if each[0] != b"content-length"]
     if status >= 400:  # others are the engine's own
@@ -138,8 +137,8 @@ def answer_headers(status: int, headers: Headers) -> Response:
 
 
 def answer_piece(piece: bytes, *, mode: int, is_last: bool) -> Response:
-    """What goes on of an answer. mode: how the gateway passes bodies; but for one, they go on as
-    they are."""
+    """Returns a piece of an answer as it goes on. mode: how the gateway passes bodies; only
+    FULL_DUPLEX_STREAMED lets them change."""
     is_duplex = mode == FULL_DUPLEX_STREAMED
     body = _piece(piece, is_last) if is_duplex else ext_proc.BodyResponse()
     return _said(response_body=body)
@@ -156,7 +155,7 @@ def _piece(body: bytes, is_last: bool) -> ext_proc.BodyResponse:
 
 
 def at_once(status: int, headers: Headers, body: bytes) -> Response:
-    """An answer by the picker itself."""
+    """Returns an answer by the picker itself."""
     mutation = ext_proc.HeaderMutation(
         set_headers=_set([each for each in headers if each[0] != b"content-length"])
     )

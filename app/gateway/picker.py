@@ -27,9 +27,8 @@ from app.door.stream import usage_in
 from app.door.transfer.base import of_rank
 from app.edge.errors import event_of
 from app.gateway import messages
-from app.gateway.answer import FIRST_BYTES, GatewayAnswer
 from app.gateway.endpoints import Endpoints, several
-from app.gateway.gateway_request import GatewayRequest
+from app.gateway.gateway_request import FIRST_BYTES, GatewayAnswer, GatewayRequest
 from app.gateway.messages import FULL_DUPLEX_STREAMED, NONE
 from app.policy.decision import Decision
 
@@ -39,9 +38,9 @@ MAX_FALLBACKS = 2
 """Workers of which the least loaded are those to fall back to."""
 MOVED_WITHIN_S = 0.5
 UNREACHED = Failure(blame.UNREACHABLE, Suspects.WORKER, most_s=SOON_S)
-"""As a gateway says: the worker may have had the request, and broken off."""
+"""Failure that a gateway tells of: the worker may have had the request, and broken off."""
 REFUSED_WITHIN_S = 10.0
-"""What has not come of a refusal's body by then is left out."""
+"""Time for a refusal's body; the rest is left out."""
 _KEPT = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 _GATEWAY_HEADERS = (b":", b"x-envoy-", b"x-gateway-")
 
@@ -74,11 +73,11 @@ class GatewayCarriage:
         self._at: Mapping[WorkerKey, str] = {}
         """Endpoints of the workers that may be picked."""
         self._allowed: list[str] | None = None
-        """Endpoints to which the gateway confines the request; None: it does not."""
+        """Endpoints to which the gateway confines the request, if it does."""
         self._chosen: list[str] = []
-        """By a test, in its order."""
+        """Endpoints that a test asks for, in its order."""
         self._worker: WorkerInfo
-        """That has the request."""
+        """Worker that has the request."""
         if not send_ids:
             outgoing.ids = replace(outgoing.ids, are_sent=False)
         if gateway.answer_mode != FULL_DUPLEX_STREAMED:
@@ -86,9 +85,9 @@ class GatewayCarriage:
             outgoing.asked = replace(outgoing.asked, wants_usage=True)
 
     async def run(self) -> None:
-        """Have the gateway send the request to a worker; ends `life` unless it raises. Raises as
-        Router.route; AnswerTimeout; ClientDisconnect if the gateway leaves before it has told of
-        the end."""
+        """Have the gateway send the request to a worker, and end `life` unless an error is raised.
+        Raises the errors of Router.route; AnswerTimeout; ClientDisconnect if the gateway leaves
+        before it has told of the end."""
         await self._confine()
         decision = await self._decide()
         self._worker = decision.worker
@@ -101,8 +100,8 @@ class GatewayCarriage:
         await self._follow()
 
     async def _confine(self) -> None:
-        """Only workers that the gateway can reach, and lets be picked, are decided on. Raises
-        NoWorkers if there are none."""
+        """Exclude workers that the gateway cannot reach, or does not let be picked. Raises
+        NoWorkers if none is left."""
         admitted = self._life.admitted
         workers = admitted.model.workers
         self._at = at = await self._endpoints.of(workers)
@@ -126,8 +125,8 @@ class GatewayCarriage:
             request.exclude = request.exclude.union(others)
 
     async def _decide(self) -> Decision:
-        """As Lifecycle.decide, for a worker that the gateway may send it to: others may have come
-        while the request waited."""
+        """Returns a decision for a worker that the gateway may send the request to: others may have
+        come while the request waited."""
         while True:
             decision = await self._life.decide()
             key = decision.worker.key
@@ -141,14 +140,14 @@ class GatewayCarriage:
             self._life.goes_alone("out of the gateway's reach", elsewhere=False)
 
     def _told(self, decision: Decision) -> list[str]:
-        """Endpoints in the order in which they are to be tried."""
+        """Returns endpoints in the order in which they are to be tried."""
         first = self._at[decision.worker.key]
         if self._chosen:
             return [first, *(each for each in self._chosen if each != first)]
         return [first, *self._fallbacks(decision)]
 
     def _fallbacks(self, decision: Decision) -> list[str]:
-        """Endpoints of some of the least loaded other workers, which take the same request."""
+        """Returns endpoints of some of the least loaded other workers that take the request."""
         life, chosen = self._life, decision.worker
         view = life.admitted.model.router.fleet.last_view
         if view is None or len(self._at) < 2:
@@ -183,7 +182,7 @@ class GatewayCarriage:
         return [each for each in going if each not in given], sorted(dropped)
 
     async def _beginning(self) -> messages.Request:
-        """What is said of the headers of the answer. Raises ClientDisconnect; AnswerTimeout."""
+        """Returns the headers of the answer. Raises ClientDisconnect; AnswerTimeout."""
         patience = self._door.patience
         most_s = patience.answer_s if self._outgoing.asked.streams else patience.whole_s
         try:
@@ -196,7 +195,7 @@ class GatewayCarriage:
         raise ClientDisconnect
 
     async def _follow(self) -> None:
-        """Look at what passes of the answer, until it ends."""
+        """Watch the answer pass until it ends."""
         headers = await self._beginning()
         answer = GatewayAnswer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
@@ -221,7 +220,6 @@ class GatewayCarriage:
         if is_all:
             return
         if self._gateway.answer_mode == NONE and answer.status < 400:
-            # As near as anybody sees.
             self._life.first_token(is_seen=False)
 
     async def _refuse(self, answer: GatewayAnswer) -> None:
@@ -293,7 +291,7 @@ class GatewayCarriage:
         life.end(outcome, ended_by="" if outcome == "ok" else "worker", usage=usage)
 
     def _failure_of(self, answer: GatewayAnswer) -> Failure | None:
-        """How the worker failed; None: it did not, or nobody can tell."""
+        """Returns how the worker failed, or None if it did not, or nobody can tell."""
         if answer.is_of_gateway:
             return UNREACHED
         if answer.in_events:

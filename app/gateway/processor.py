@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
 HEALTH = "/health"
-"""What clients ask of an engine first, as GuideLLM does."""
+"""Path that clients such as GuideLLM ask an engine first."""
 LOOK_EVERY_S = 1.0
 _OPTIONS = (
     # Else two processes may have the same port, and share what comes.
@@ -46,12 +46,12 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", messages.MAX_BYTES),
 )
 MAX_SILENT = 1024
-"""Calls that have not said what they want. One more, and the one that waits for longest ends."""
+"""Calls that have not said what they want; one more ends the one that waits for longest."""
 _Health = health_pb2.HealthCheckResponse
 
 
 class Processor:
-    """What a picker serves over gRPC, beside what a router does over HTTP."""
+    """The gRPC service of a picker, beside a router's HTTP."""
 
     def __init__(self, app: Application, settings: PickerSettings) -> None:
         """Raises ConfigError if the port cannot be had."""
@@ -101,12 +101,12 @@ class Processor:
             await self._server.stop(None)
 
     async def stop(self) -> None:
-        """Take no more requests; returns once those under way have ended, or after `drain_s`."""
+        """Take no more requests, and wait until those under way have ended, or for `drain_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.drain_s)
 
     async def _first(self, call: grpc.aio.ServicerContext) -> Any:
-        """What a call says first. One that says nothing is ended."""
+        """Returns what a call says first. One that says nothing is ended."""
         if len(self._silent) >= MAX_SILENT:
             longest = next(iter(self._silent))
             del self._silent[longest]
@@ -149,7 +149,7 @@ class Processor:
 
 
 def _credentials(cert: str, key: str) -> grpc.ServerCredentials:
-    """Of files that are read again for each connection: gateways keep theirs."""
+    """Returns credentials whose files are read again for each connection."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         pair = Path(key).read_bytes(), Path(cert).read_bytes()
@@ -165,10 +165,7 @@ async def serve(
     file: str = "",
     read: Callable[[], PickerSettings] | None = None,
 ) -> None:
-    """Run until it is told to stop. Raises as serve_router; ConfigError if `grpc_port` cannot be
-    had."""
-
-    def beside(app: Application) -> Processor:
-        return Processor(app, settings)
-
+    """Run until the process is told to stop. Raises ConfigError for bad settings, or if `grpc_port`
+    is taken."""
+    beside = partial(Processor, settings=settings)
     await serve_router(settings, listening, file=file, read=read, beside=beside)

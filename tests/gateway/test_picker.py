@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 
 from app.core.errors import ConfigError
 from app.gateway import ext_proc, picker, processor
-from app.gateway.answer import FIRST_BYTES
+from app.gateway.gateway_request import FIRST_BYTES
 from app.gateway.messages import (
     CHUNK_BYTES,
     FULL_DUPLEX_STREAMED,
