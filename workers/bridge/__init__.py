@@ -1,1 +1,1 @@
-"""Engines that are not ours."""
+"""Agents beside engines that are not ours."""

@@ -1,4 +1,4 @@
-"""What makes an engine useless to routers without an error anywhere, seen from outside."""
+"""Checks of an engine from outside: faults that cause no error and leave it useless to routers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from workers.bridge.http.facts import IDLE_TIMES, EngineFacts, EventSource
 
 EVENTS_S = 10.0
 CAPACITY_GAP = 0.05
-"""A share: agents count whole blocks."""
+"""Share by which engine and agent may differ: agents count whole blocks."""
 EVENT_S = 2.0
-"""For the event of one request."""
+"""Seconds to wait for the event of one request."""
 _LOOPBACK = re.compile(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):")
 
 
 async def of_engine(
     url: str, api_key: str, live: Sequence[WorkerInfo], *, probe: bool
 ) -> AsyncIterator[Check]:
-    """Checks of one engine; none further if it cannot be followed.
+    """Yields the checks of one engine; none further if it cannot be followed.
 
     live: the workers of the namespace. probe: send the engine a request, and see whether an event
     comes of it.
@@ -75,7 +75,6 @@ def _caching(url: str, facts: EngineFacts) -> Check:
 
 
 async def _idle_times(url: str, engine: EngineHttp) -> Check:
-    """Whether vLLM reports how long evicted blocks were idle."""
     text = None
     with suppress(EngineUnavailable, EngineUnfit):
         text = await engine.get("/metrics")
@@ -100,7 +99,6 @@ def _registered(url: str, facts: EngineFacts, keys: list[WorkerKey]) -> Check:
 
 
 def _capacity(url: str, facts: EngineFacts, own: Sequence[WorkerInfo]) -> Check:
-    """Whether it has as much KV as its agent says, who may have been told by a flag."""
     said, taken = facts.capacity_tokens, [info.kv_total_blocks * info.block_size for info in own]
     differs = any(abs(tokens - said) > CAPACITY_GAP * said for tokens in taken)
     text = f"{said:,} tokens" + (f", and its agent says {max(taken):,}" if taken else "")
@@ -109,8 +107,8 @@ def _capacity(url: str, facts: EngineFacts, own: Sequence[WorkerInfo]) -> Check:
 
 
 def _as_by_agent(source: EventSource, addresses: Sequence[str], host: str) -> EventSource:
-    """The source at the addresses that its agent uses, if it has one. host: the engine's, which an
-    agent beside it calls its own."""
+    """Returns the source at the addresses that its agent uses, if it has one. host: the engine's,
+    which an agent beside it calls its own."""
     if not addresses:
         return source
     endpoint, *replay = (_LOOPBACK.sub(f"tcp://{host}:", address) for address in addresses)
@@ -126,8 +124,8 @@ async def _events(
     *,
     probe: bool,
 ) -> Check:
-    """Whether `source` is there, with `probe` also whether it publishes what a request causes, and
-    whether it answers if asked for events. said: where the engine says that it publishes."""
+    """Whether `source` is there and answers for missed events, with `probe` also whether a request
+    causes an event. said: where the engine says that it publishes."""
     asked, at = source.endpoint, "where its agent listens; the engine publishes at"
     told: str | None = said.endpoint
     problem = ""
@@ -159,8 +157,8 @@ async def _events(
 async def _hears(
     context: zmq.asyncio.Context, source: EventSource, engine: EngineHttp, facts: EngineFacts | None
 ) -> None:
-    """Returns once something that publishes was reached there. facts: of an engine to send a
-    request to; then, once an event has come."""
+    """Returns once a publisher was reached there. facts: of an engine to send a request to; then,
+    once an event has come."""
     with context.socket(zmq.SUB) as socket:
         socket.subscribe(source.topic.encode())
         # Before both have said what they are, anything that listens would do.
@@ -176,14 +174,13 @@ async def _hears(
 
 
 async def _answers(context: zmq.asyncio.Context, source: EventSource) -> None:
-    """Returns once it has said what it published before."""
     with EventStream(context, source) as stream:
         async with aclosing(stream.follow()) as items:
             await anext(items)
 
 
 async def _send(engine: EngineHttp, facts: EngineFacts) -> None:
-    """A prompt of two blocks that it has not seen before."""
+    """Sends a prompt of two blocks that the engine has not seen before."""
     prompt = random.choices(range(1, 100), k=2 * facts.block_size + 1)
     with suppress(EngineUnavailable, EngineUnfit):
         await engine.post_object(

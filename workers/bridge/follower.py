@@ -41,30 +41,29 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.75
 READ_S = 5.0
-"""A reading of its load that takes longer is missed."""
 LOOK_AGAIN_S = 10.0
-"""How often it is asked for its models, and for its adapters while it has none."""
+"""Seconds between two looks at the engine's models, and at its adapters while it has none."""
 ASKED_AGAIN = 6
-"""Times, before one of several engines that are behind one address is taken to be gone."""
+"""Tries before one of several engines behind one address is taken to be gone."""
 UNFIT_S = 30.0
-"""The longest pause until an engine that cannot be followed is looked at again."""
+"""Longest pause until an engine that cannot be followed is looked at again."""
 CAPACITY_WORKERS = 16
 USUAL_CAPACITY_TOKENS = 1 << 20
-"""Of an engine that does not say it, to lay out an index for others that may come."""
+"""Capacity to lay out a new index by, if the engine does not say its own."""
 # SGLang's /health generates a token, and so may that of others.
 HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready", "openai": "/v1/models"}
 
 State = Literal["unavailable", "unfit", "refused", "asleep", "serving", "ill", "draining"]
-"""unavailable: it does not answer. unfit: it cannot be followed as it is. refused: Redis does not
-take it. ill: it is there, and does not work."""
+"""unavailable: the engine does not answer. unfit: it cannot be followed as it is. refused: Redis
+does not take it. ill: it is there, and does not work."""
 STATES: tuple[State, ...] = get_args(State)
 
 
 class EngineFollower:
-    """`run` until cancelled.
+    """Follower of one engine: `run` until cancelled.
 
-    session: for what is asked of the engine. context: for what it publishes; it may be that of many
-    followers, as each context has two threads. memory: the folder of what outlives the agent.
+    session: to ask the engine. context: to hear its events; may be shared by many followers, as
+    each context has two threads. memory: folder of the files that outlive the agent.
     """
 
     def __init__(
@@ -79,14 +78,13 @@ class EngineFollower:
         self.facts: EngineFacts | None = None
         self.ranks: list[Rank] = []
         self.speeds: dict[int, EngineSpeed] = {}
-        """Outlive the engine, which as a rule comes back as it was."""
+        """Speeds by rank. They outlive the engine, which as a rule comes back as it was."""
         self.findings: Callable[[], tuple[str, ...]] = tuple
-        """What is wrong with how it was found."""
         self._state: State = "unavailable"
         self._unfit = ""
-        """Why it cannot be followed, or not by what it says now; "": it can."""
+        """Why the engine cannot be followed by what it says now; "": it can."""
         self._lease_s = 0.0
-        """How long it keeps KV for others; 0: that is not found out yet."""
+        """Seconds that the engine keeps KV for others; 0: not found out yet."""
         self._settings = settings
         self._keyspace = keyspace
         self._runner = runner
@@ -113,13 +111,12 @@ class EngineFollower:
 
     @property
     def why(self) -> str:
-        """What is wrong; "": nothing that is known."""
+        """Returns what is wrong with the engine; "": nothing that is known."""
         agents = [rank.agent for rank in self.ranks]
         said = [told for one in agents for told in (one.refused, one.ill, one.same) if told]
         return said[0] if said else self._unfit
 
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             facts, block_size = await until_it_works(
                 self._fit, EngineUnfit, "the engine is not followed", 0.5, UNFIT_S
@@ -137,15 +134,15 @@ class EngineFollower:
                 self.ranks = []
 
     async def stop(self) -> None:
-        """While `run` runs, before it is cancelled: take the engine out of service, once it has no
-        request left. With --keep-engine it stays, and routers look after it."""
+        """Takes the engine out of service, once it has no request left; with --keep-engine it
+        stays. Call while `run` runs, before it is cancelled."""
         self._is_kept = self._settings.keep_engine and self._state == "serving"
         if not self._is_kept:
             await self.drain(self._settings.drain_s)
 
     async def drain(self, timeout_s: float) -> None:
-        """While `run` runs: from now on nothing is routed to the engine; waits until it has no
-        request left, whoever sent it, for at most timeout_s."""
+        """Has nothing routed to the engine any more, and waits until it has no request left,
+        whoever sent it, for at most timeout_s. Call while `run` runs."""
         if self._state != "serving":
             return
         self._state = "draining"
@@ -158,7 +155,7 @@ class EngineFollower:
                 tasks.create_task(rank.agent.drain(timeout_s, partial(is_idle, rank)))
 
     async def _fit(self) -> tuple[EngineFacts, int]:
-        """What the engine is, and tokens per block of the index. Raises EngineUnfit."""
+        """Returns what the engine is, and tokens per block of the index. Raises EngineUnfit."""
         try:
             self.facts = await until_it_works(
                 self._discovered,
@@ -176,7 +173,7 @@ class EngineFollower:
         return self.facts, block_size
 
     async def _while_it_sleeps(self, facts: EngineFacts, reader: LoadReader) -> EngineReading:
-        """Wait while it sleeps: it has dropped all blocks, and would serve nobody."""
+        """Waits while the engine sleeps: it has dropped all blocks, and would serve nobody."""
         while True:
             with suppress(EngineUnavailable, EngineUnfit):
                 outcome = await self._engine.probe(_health_path(facts))
@@ -188,7 +185,7 @@ class EngineFollower:
             await asyncio.sleep(POLL_S)
 
     async def _serve(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Until the engine is gone, sleeps or is another."""
+        """Returns once the engine is gone, sleeps or is another."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
@@ -204,7 +201,6 @@ class EngineFollower:
                 task.cancel()
 
     async def _probe(self, path: str) -> None:
-        """Ask whether it is well, until it is gone."""
         clock = asyncio.get_running_loop().time
         while not self._is_gone():
             await asyncio.sleep(POLL_S)
@@ -219,7 +215,7 @@ class EngineFollower:
         return all(life is Life.GONE for life in lives)
 
     async def _watch(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Read its load, until it is another or sleeps. What cannot be read is only not known."""
+        """Reads the engine's load, until the engine is another or sleeps."""
         while True:
             await asyncio.sleep(POLL_S)
             if not reader.tells:
@@ -250,7 +246,6 @@ class EngineFollower:
         return await asyncio.gather(*(rank.agent.reserved() for rank in self.ranks))
 
     async def _discovered(self) -> EngineFacts:
-        """By a connection of its own: if several engines are behind one address, all is of one."""
         async with aiohttp.ClientSession(headers=self._session.headers) as session:
             return await discover(session, self._engine.url, self._settings)
 
@@ -265,7 +260,7 @@ class EngineFollower:
         return False
 
     async def _tells_more(self, facts: EngineFacts) -> bool:
-        """Whether something that it did not tell of its KV is known now."""
+        """Whether something that the engine did not tell of its KV is known now."""
         for rank in self.ranks:
             told = rank.info.kv_fingerprint
             if any(one.endswith(f"={UNKNOWN}") for one in told):
@@ -275,7 +270,7 @@ class EngineFollower:
         return False
 
     async def _look_for_changes(self, facts: EngineFacts) -> None:
-        """Until it has come to be another, or to have other models, for longer than a moment."""
+        """Returns once the engine is another, or has other models, for longer than a moment."""
         changed: EngineFacts | None = None
         while True:
             await asyncio.sleep(LOOK_AGAIN_S if changed is None else POLL_S)
@@ -331,7 +326,6 @@ class EngineFollower:
         return (*self.findings(), told) if told else self.findings()
 
     async def _follow_adapters(self) -> None:
-        """They come and go, also under a name that another had before."""
         while True:
             has_some = any(rank.agent.info.adapters for rank in self.ranks)
             await asyncio.sleep(POLL_S if has_some else LOOK_AGAIN_S)
@@ -380,12 +374,11 @@ class EngineFollower:
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:
-        """Of the index, in tokens."""
         given = self._settings.block_size or await self._namespace_block_size()
         return given or facts.block_size
 
     async def _namespace_block_size(self) -> int | None:
-        """None if the namespace is new; waits for Redis."""
+        """Returns None if the namespace is new; waits for Redis."""
         call = leases.block_size_of(self._keyspace)
         return await until_it_works(
             partial(self._runner.one, call), RedisUnavailable, f"{self._settings.namespace}: read"

@@ -1,5 +1,5 @@
-"""Whether an engine is alive, by what it does: its answers, tokens and events; and whether its
-events fail to arrive. One late answer says little. No I/O."""
+"""Health of an engine by what it does: answers, tokens and events. One late answer says little. No
+I/O."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ from typing import NamedTuple
 from workers.bridge.http.facts import EngineLoad
 
 PROBE_S = 5.0
-"""An answer that takes longer is missed."""
 LATE_S = 0.5
-"""Up to here an answer is not late."""
+"""Delay from which on an answer counts as late."""
 REFUSED_PROBES = 2
-"""Where nobody listens so many times in a row, the engine is gone: after 3 s at most."""
+"""Probes in a row that nobody listens to until an engine is gone: 3 s at most."""
 UNWELL_PROBES = 3
-"""An engine that says so many times in a row that it is not well is believed."""
+"""Answers in a row by which an engine is believed that it is not well."""
 SILENT_S = 20.0
-"""For so long it may give no sign of life at all."""
+"""Seconds without any sign of life, with MISSED_PROBES, after which an engine is ill."""
 MISSED_PROBES = 4
-"""And so many probes must have been missed."""
 SETTLING_S = 2.0
-"""So long after the last token nothing is late, whatever the engine was."""
+"""Seconds after the last token in which nothing is late."""
 FIRST_S = 90.0
-"""So much longer the first token of an engine may take: it may have to compile for it."""
+"""Seconds that an engine may take longer for its first token: it may have to compile for it."""
 LONGEST_PROMPTS = 3.0
-"""What an engine has may stand still for as long as it would take to compute so many prompts of the
-greatest length."""
+"""Prompts of the greatest length, in whose time an engine may stand still."""
 LONGEST_PAUSES = 5.0
-"""And for so many times as long as it stood still before it went on."""
+"""Multiple of its longest pause for which an engine may stand still besides."""
 PAUSES_FADE = 0.999
-"""Each time that it goes on."""
 
 
 class Probe(StrEnum):
-    """What came of asking an engine whether it is well."""
+    """Outcome of asking an engine whether it is well."""
 
     ANSWERED = "answered"
     LATE = "does not answer"
     DENIED = "is not let answer"
-    """Something answers, but not what was asked: a proxy, or a key that is missing."""
+    """A proxy answers, or a key is missing."""
     UNWELL = "says that it is not well"
     REFUSED = "is gone: nobody listens"
 
@@ -49,14 +45,13 @@ class Probe(StrEnum):
 class Life(StrEnum):
     WELL = "well"
     ILL = "ill"
-    """It is there, and does not work: it may be well again as it is."""
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class HealthVerdict:
-    """why: "" if it is well. late_s: for how long it has kept others waiting, beyond what is usual,
-    for an answer or a token."""
+    """Judgement of an engine. why: "" if it is well. late_s: seconds that it has kept others
+    waiting for an answer or a token, beyond what is usual."""
 
     life: Life
     why: str = ""
@@ -64,8 +59,6 @@ class HealthVerdict:
 
 
 class _Progress:
-    """Tokens that an engine has computed, by all counters that say so."""
-
     def __init__(self) -> None:
         self._last: tuple[float | None, ...] = ()
 
@@ -83,44 +76,39 @@ class _Progress:
 
 
 class EngineHealth:
-    """now: seconds of one clock that never goes back, as are all times.
+    """Health of one rank. now: seconds of one clock that never goes back, as are all times.
 
-    stall_s: for how long an engine may have requests and compute nothing, besides what is said of
-    FIRST_S, LONGEST_PROMPTS and LONGEST_PAUSES; 0: for ever. waits_for_others: whether requests may
-    wait in it for KV from other engines.
+    stall_s: seconds that an engine may have requests and compute nothing, besides FIRST_S,
+    LONGEST_PROMPTS and LONGEST_PAUSES; 0: for ever. waits_for_others: whether requests may wait in
+    the engine for KV from other engines.
     """
 
     def __init__(self, now: float, *, stall_s: float, waits_for_others: bool = False) -> None:
         self._stall_s = stall_s
         self._waits_for_others = waits_for_others
         self._asked_s: float | None = None
-        """When the probe was sent that is under way."""
+        """Time at which the probe was sent that is under way."""
         self._took_s = 0.0
         self._answered_s = now
-        """When a probe was last answered."""
         self._life_s = now
-        """When there was last any sign of life."""
+        """Time of the last sign of life, of any kind."""
         self._read_s = now
         self._outcome = Probe.ANSWERED
         self._in_a_row = 0
-        """Probes with that outcome."""
         self._missed = 0
         """Probes since the last answer, whatever came of each."""
         self._progress = _Progress()
         self._moved_s = -math.inf
         self._has_ever_moved = False
         self._busy_since_s: float | None = None
-        """Since when it has had requests."""
         self._longest_pause_s = 0.0
         self._num_heard = 0
         self._longest_prompt_s = 0.0
 
     def asked(self, now: float) -> None:
-        """A probe is under way."""
         self._asked_s = now
 
     def probed(self, outcome: Probe, now: float) -> None:
-        """What came of it."""
         if self._asked_s is not None:
             self._took_s, self._asked_s = now - self._asked_s, None
         self._in_a_row = self._in_a_row + 1 if outcome is self._outcome else 1
@@ -131,8 +119,8 @@ class EngineHealth:
             self._missed = 0
 
     def read(self, load: EngineLoad, now: float, longest_prompt_s: float) -> None:
-        """Its counters were read. longest_prompt_s: what a prompt of the greatest length would take
-        it, as predicted."""
+        """Takes in the engine's counters. longest_prompt_s: predicted seconds of a prompt of the
+        greatest length."""
         self._read_s = self._life_s = now
         self._longest_prompt_s = longest_prompt_s
         has_requests = bool(load.running or (load.waiting and not self._waits_for_others))
@@ -145,7 +133,7 @@ class EngineHealth:
             self._busy_since_s = now
 
     def heard(self, num_heard: int, now: float) -> None:
-        """num_heard: messages of its events so far."""
+        """num_heard: messages of the engine's events so far."""
         if num_heard != self._num_heard:
             self._num_heard = num_heard
             self._moved(now)
@@ -174,15 +162,15 @@ class EngineHealth:
 
     @property
     def _still_s(self) -> float:
-        """For how long it had had requests and computed nothing, when it was last read; 0 if nobody
-        knows."""
+        """Returns for how long the engine had had requests and computed nothing, when it was last
+        read; 0 if that is not known."""
         if self._busy_since_s is None or not self._progress.is_told:
             return 0.0
         return max(0.0, self._read_s - max(self._busy_since_s, self._moved_s))
 
     def _late_s(self, now: float) -> float:
-        """For how long a probe waits for its answer, or the last one did. While there are other
-        signs of life, no longer than it may."""
+        """Returns for how long a probe waits for its answer, or the last one did; no longer than
+        PROBE_S while there are other signs of life."""
         if not self._missed:
             return max(self._took_s, 0.0 if self._asked_s is None else now - self._asked_s)
         silent_s = now - self._life_s
@@ -201,19 +189,18 @@ STALLED = "has requests, and computes nothing of them"
 
 
 BLOCKS_A_PROMPT = 2
-"""Where prompts have more on average, at least one of them has filled a block."""
+"""Mean blocks of prompts from which on at least one prompt has filled a block."""
 MANY_BLOCKS = 100
-"""So many must be computed where the number of prompts is not known: short ones fill no block."""
+"""Blocks to compute where the number of prompts is not known: short ones fill no block."""
 SETTLING_READINGS = 2
-"""Counters may lag behind the events of what they count."""
+"""Readings by which counters may lag behind events."""
 LATE_READINGS = 2
 
 
 class _Computed(NamedTuple):
     computed: float
-    """Tokens."""
     prompts: float | None
-    """That have begun, and as many as may have begun before and run."""
+    """Prompts that have begun."""
     running: int = 0
 
 
@@ -223,7 +210,7 @@ class Silence:
 
     def __init__(self, block_size: int) -> None:
         self.since_s: float | None = None
-        """When it began, in the time of `observe`; None: events arrive, or none were due."""
+        """Start of the silence, in the time of `observe`; None: events arrive, or none were due."""
         self._block_size = block_size
         self._num_heard = 0
         self._settling = 0
@@ -258,7 +245,6 @@ class Silence:
 
 
 def _computed(load: EngineLoad) -> _Computed | None:
-    """None if the engine does not say what it has computed."""
     if load.busy_tokens is not None:
         return _Computed(load.busy_tokens, None)
     if load.prompt_tokens is None or load.cached_tokens is None:

@@ -1,5 +1,5 @@
-"""How long an engine keeps KV that waits to be fetched: it is asked, or it is measured, by prompts
-that nobody fetches."""
+"""Seconds that an engine keeps KV which waits to be fetched: asked of the engine, or measured by
+prompts that nobody fetches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from app.core.errors import EngineUnavailable, EngineUnfit
 from workers.bridge.http.engine import EngineHttp
 
 LEAST_S, MOST_S = 1.0, 3600.0
-"""What counts before more is known, and of longer ones."""
+"""Seconds that count before more is known, and at most."""
 ANSWER_S = 120.0
-"""An engine that is asked for its settings looks at its whole environment first."""
+"""Deadline of an engine that is asked for its settings: it looks at its whole environment first."""
 CONFIG = "/server_info?config_format=json"
-"""vLLM has the path only with VLLM_SERVER_DEV_MODE=1."""
+"""Path that vLLM has only with VLLM_SERVER_DEV_MODE=1."""
 USUAL_S = 30.0
 TRIES = 2
-"""The longest counts: a lease of somebody else may end in one."""
+"""Prompts, of whose leases the longest counts: another prompt's lease may end in one."""
 LOOK_S, AGAIN_S = 0.25, 10.0
 
 Reading = Callable[[], tuple[float, float]]
@@ -27,7 +27,7 @@ Reading = Callable[[], tuple[float, float]]
 
 
 async def lease_of(engine: EngineHttp, model: str, reading: Reading) -> AsyncIterator[float]:
-    """More and more seconds that a lease is known to last; the last of them is the lease."""
+    """Yields more and more seconds that a lease is known to last; the last of them is the lease."""
     known_s = await _asked(engine)
     if known_s is not None:
         yield known_s
@@ -48,7 +48,7 @@ async def lease_of(engine: EngineHttp, model: str, reading: Reading) -> AsyncIte
 
 
 def disagreement(said_s: float, lease_s: float) -> str:
-    """That an operator says of a lease what it is not; "": no."""
+    """Returns the finding that an operator gives another lease than the engine has; "": none."""
     if not said_s or abs(said_s - lease_s) <= 2.0 + 0.05 * lease_s:
         return ""
     told = f"--kv-lease-s is {said_s:g}, its engine keeps KV for {lease_s:.0f} s"
@@ -68,7 +68,8 @@ async def _prompt(engine: EngineHttp, model: str) -> None:
 
 
 async def _asked(engine: EngineHttp) -> float | None:
-    """What the settings of its connector say; None: it does not tell, or it is another."""
+    """Returns the lease in the settings of the engine's connector; None: it does not tell, or it is
+    another connector."""
     config: Any = None
     with suppress(EngineUnavailable, EngineUnfit):
         config = await engine.get_object(CONFIG)

@@ -143,7 +143,6 @@ def _of_rank(rank: Rank, name: tuple[str, str]) -> Iterator[Sampled]:
 
 
 def registry_of(followers: Callable[[], Iterable[EngineFollower]]) -> CollectorRegistry:
-    """followers: returns those that there are now."""
     registry = CollectorRegistry()
     registry.register(FAILURES)
     registry.register(ScrapeCollector(FAMILIES, partial(_samples, followers)))

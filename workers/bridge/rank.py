@@ -33,24 +33,23 @@ from workers.bridge.speed import EngineSpeed
 log = logging.getLogger(__name__)
 
 LEAK = 1.1
-"""An engine cannot hold more blocks than it has. Where so many times as many seem to be held, some
-were announced more often than removed, as for a request with kv_cache_report_mode `full`. What it
-says of its capacity is no such number: with windows, that is how many tokens long prompts may
-have."""
+"""Multiple of the engine's blocks. Where so many seem to be held, some were announced more often
+than removed, as for a request with kv_cache_report_mode `full`. The capacity that it says is no
+such number: with windows, that is how many tokens long prompts may have."""
 CATCH_UP_S = 2.0
-"""So long a worker waits to be registered, at most, until its agent has read what was published."""
+"""Longest wait, before the worker registers, for its agent to read what was published."""
 BATCHES_AT_ONCE = 16
 IDLE = EngineLoad()
 PUBLISHED = [item for item in METRICS if item.name in {f.name for f in fields(EngineLoad)}]
 """Figures of an engine's load that are published as the engine tells them."""
 SAVE_S = 30.0
 SAVE_SHARE = 0.01
-"""Taking the snapshot holds up events, so it takes at most this share of the time."""
+"""Share of the time that snapshots may take, as they hold up events."""
 
 
 @dataclass(slots=True)
 class Losses:
-    """How often what was known of the engine's cache became void, by why."""
+    """Counts of why what was known of the engine's cache became void."""
 
     streams: int = 0
     broken_events: int = 0
@@ -59,9 +58,10 @@ class Losses:
 
 
 class Rank:
-    """`run` until cancelled, then `save`.
+    """A worker of one rank: `run` until cancelled, then `leave`.
 
-    path: of the file that outlives the agent; None: nothing is kept.
+    path: file that outlives the agent; None: nothing is kept. load, read_s: the engine's load, and
+    when it was asked for.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Rank:
         self._source = source
         self._facts = facts
         self._room = facts.pool_blocks * max(1, facts.block_size // info.block_size)
-        """Blocks of the index that can lie on its device at most; 0: that is not known."""
+        """Blocks of the index that can lie on its device at most; 0: not known."""
         self._path = path
         self._form = [
             "3",
@@ -105,10 +105,9 @@ class Rank:
         self._folders = dict(facts.folders)
         self._known = self._load()
         self._last = self._known and self._known.position
-        """The last batch of its events that is known."""
         after = self._known and self._known.position
         self.stream = EventStream(context, source, after) if source.endpoint else None
-        """None: the engine publishes nothing."""
+        """Events of the engine; None: it publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
         self.agent = Agent(
             *(runner, keyspace, info, settings),
@@ -118,12 +117,12 @@ class Rank:
 
     @property
     def late_s(self) -> float:
-        """Seconds for which the engine keeps others waiting now, beyond what is usual."""
+        """Returns the seconds that the engine keeps others waiting now, beyond what is usual."""
         return self.health.verdict(asyncio.get_running_loop().time()).late_s
 
     @property
     def unknown_share(self) -> float:
-        """At most so much of the engine's cache is filled with blocks that nobody knows of, 0-1."""
+        """Returns the share of the engine's cache, 0-1, that may hold blocks nobody knows of."""
         if not self.joined_late:
             return 0.0
         room = self._room or self.info.kv_total_blocks
@@ -131,7 +130,7 @@ class Rank:
 
     @property
     def rung(self) -> Rung:
-        """How much of what the engine caches is known now."""
+        """Returns how much of what the engine caches is known now."""
         if self.is_shared:
             cause = "several engines answer at one address: give each an agent and an address"
             return Rung(Trust.APPROXIMATE, cause)
@@ -168,7 +167,7 @@ class Rank:
                     await asyncio.wait([following])
 
     def note(self, load: EngineLoad, read_s: float) -> None:
-        """Learn from a reading. read_s: when it was asked for, by the event loop's clock."""
+        """Learns from a reading. read_s: when it was asked for, by the event loop's clock."""
         now = asyncio.get_running_loop().time()
         self.load, self.read_s = load, read_s
         self.speed.observe(load, now)
@@ -179,7 +178,7 @@ class Rank:
         self.health.read(load, now, tokens * (speed.prefill_s_per_token + per_pair_s))
 
     def judge(self) -> Life:
-        """Whether the engine is well, by all that is known of it; its agent is told."""
+        """Returns whether the engine is well, by all that is known of it, and tells its agent."""
         now = asyncio.get_running_loop().time()
         self.health.heard(self.stream.counters.heard if self.stream else 0, now)
         verdict = self.health.verdict(now)
@@ -214,8 +213,8 @@ class Rank:
         return metrics.beside(*self.reserved), self.speed.speed()
 
     async def leave(self, *, keeps_engine: bool) -> None:
-        """Once `run` is cancelled: nobody is routed here any more, unless the engine is to be kept
-        in service, and what is known is kept."""
+        """Takes the worker out of service unless the engine is to be kept, and saves what is known.
+        Call once `run` is cancelled."""
         if not keeps_engine:
             await self.agent.stop()
         await self._save()
@@ -245,7 +244,8 @@ class Rank:
                         await asyncio.sleep(0)
 
     def _note_life(self, stream: EventStream) -> None:
-        """Of an engine that does not tell when it started: whether its events have begun anew."""
+        """Begins another life of an engine that does not tell when it started, if its events have
+        begun anew."""
         last, self._last = self._last, stream.position
         if self._facts.started_s is not None or last is None or self._last is None:
             return
@@ -278,7 +278,6 @@ class Rank:
         self._forget(joined_late=True)
 
     def _show(self, changes: Iterable[CacheEvent]) -> None:
-        """Have Redis told, also in what chunks the engine reads blocks."""
         info = self.agent.info
         if self.blocks.chunk_blocks > info.chunk_blocks:
             self.agent.info = replace(info, chunk_blocks=self.blocks.chunk_blocks)
@@ -290,12 +289,11 @@ class Rank:
         self.agent.notify([Cleared()])
 
     def clear(self) -> None:
-        """The engine has dropped all blocks and will say so later, if at all."""
+        """Forgets all blocks: the engine has dropped them and will say so later, if at all."""
         self._forget(joined_late=True)
         self.joined_late = False
 
     def load_adapters(self, folders: Mapping[str, str]) -> None:
-        """As EngineBlocks.load_adapters."""
         self._folders = dict(folders)
         changes = self.blocks.load_adapters(self._folders)
         if changes:
@@ -331,7 +329,6 @@ class Rank:
             return None
 
     async def _save(self) -> None:
-        """Keep what is known, unless events wait for others."""
         position = None if self.stream is None else self.stream.position
         if self._path is None or position is None:
             return

@@ -1,4 +1,4 @@
-"""What each rank of an engine registers as a worker, and under which names others reach it."""
+"""Registration of an engine's ranks as workers, and the names under which others reach them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ RESOLVE_S = 2.0
 
 
 async def kv_hosts(*hosts: str) -> tuple[str, ...]:
-    """The hosts, and the addresses that they have now: an engine may name either."""
+    """Returns the hosts and their present addresses: an engine may name either."""
     names = {host.lower() for host in hosts if host}
     for host in sorted(names):
         names |= set(await addresses(host))
@@ -112,7 +112,7 @@ async def kv_hosts(*hosts: str) -> tuple[str, ...]:
 
 
 async def addresses(host: str) -> list[str]:
-    """None: it has none, or nobody says which."""
+    """Returns the addresses that a host has now; none: it has none, or they are not known."""
     loop = asyncio.get_running_loop()
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(RESOLVE_S):

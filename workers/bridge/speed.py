@@ -28,27 +28,26 @@ from workers.bridge.http.facts import EngineLoad
 
 ENOUGH_PROMPTS = 20
 MANY_PAIRS = 500_000.0
-"""Of 1,000 tokens: from then on, attention takes a share that can be told from noise."""
+"""Pairs of 1,000 tokens: from then on, attention takes a share that can be told from noise."""
 ENOUGH_GAPS = 1_000
-"""So many gaps between two tokens of a request."""
+"""Gaps between two tokens of a request."""
 ENOUGH_REQUESTS = 10
 ENOUGH_TRANSFERS = 10
 PROMPT_TOKENS = 1_000.0
-"""Errors count relative to the time that a prompt takes, which is taken to grow from this length
-on: otherwise only the longest prompts would. v0 is spread over the tokens of a mean prompt, or over
-so many: after short chats alone, long prompts would seem to take many times as long as they do."""
+"""Tokens from which on the time of a prompt, relative to which errors count, grows: otherwise only
+the longest prompts would count. v0 is spread over at least so many: after short chats alone, long
+prompts would seem to take many times as long as they do."""
 LEAST_WEIGHT = 0.02
-"""Of a reading in which all prompts came at once, if they always do."""
+"""Weight of a reading in which all prompts came at once, if they always do."""
 STALL = 2.0
-"""Prompts count as taking at most so many times what was predicted, if that was learned."""
+"""Multiple of what was predicted that prompts count as taking at most."""
 FEWEST_GAPS = 10
-"""A reading with fewer says little."""
 MOSTLY_PREFILL = 0.7
-"""A reading is left out if prompts took more than this share of the time between tokens."""
+"""Share of the time between tokens above which, taken by prompts, a reading is left out."""
 MEMORY = 0.999
 """Weight of a reading relative to the next one, in sums: it halves after 700."""
 ERRORS = 20
-"""Roughly how many readings the error of predictions covers."""
+"""Readings that the error of predictions covers, roughly."""
 
 Source = Literal["learned", "profile", "default"]
 _PREFILL = ("prefill_s_per_token", "prefill_s_per_token2")
@@ -69,7 +68,6 @@ class Constant:
 
 
 def speed_of(profile: Profile) -> Speed:
-    """What is known of an engine's speed if it has this profile."""
     batch = profile.max_batch_tokens
     return replace(
         DEFAULT_SPEED,
@@ -89,7 +87,7 @@ class _Grown:
 
 
 class _Growth:
-    """By how much some counters of an engine grew since the last `restart`."""
+    """Growth of some counters of an engine since the last `restart`."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -97,7 +95,7 @@ class _Growth:
         self._values: tuple[float, ...] = ()
 
     def since(self, load: EngineLoad, now: float) -> _Grown | None:
-        """None if it lacks one of them, or has started again: then it begins here."""
+        """Returns None if a counter is missing, or has started again: then growth begins here."""
         values = tuple(getattr(load, name) for name in self._names)
         if None in values:
             return None
@@ -114,8 +112,6 @@ class _Growth:
 
 
 class _Mean:
-    """A mean in which what was added long ago counts less and less."""
-
     def __init__(self) -> None:
         self.total = 0.0
         self.count = 0.0
@@ -130,7 +126,7 @@ class _Mean:
 
 
 class EngineSpeed:
-    """The speed of one rank of an engine.
+    """Speed of one rank of an engine.
 
     capacity_tokens: of KV on the rank's device. profile: assumed until enough was seen.
     """
@@ -147,9 +143,8 @@ class EngineSpeed:
             [assumed.decode_s_per_seq, assumed.decode_s_per_kv_token], [3.0, 3e3]
         )
         self._prompts = _Mean()
-        """Computed tokens of a prompt."""
         self._long_prompts = 0.0
-        """Those with MANY_PAIRS, as far as is known."""
+        """Prompts with MANY_PAIRS, as far as is known."""
         self.longest_prefill = 0.0
         """Computed tokens of a prompt, on average of the reading that had the longest."""
         self._busy = _Mean()
@@ -169,7 +164,7 @@ class EngineSpeed:
         self._finished = _Growth("finished_requests", "generated_tokens")
 
     def observe(self, load: EngineLoad, now: float) -> None:
-        """Learn from a reading. now: monotonic seconds."""
+        """Learns from a reading. now: monotonic seconds."""
         self._observe_busy(load, now)
         self._observe_prefill(load, now)
         self._observe_decode(load, now)
@@ -272,11 +267,11 @@ class EngineSpeed:
 
     @property
     def mean_prefill_tokens(self) -> float | None:
-        """That are computed of a prompt; None: not enough prompts were seen."""
+        """Returns the tokens that are computed of a prompt; None: not enough prompts were seen."""
         return self._prompts.mean if self._prompts.count >= ENOUGH_PROMPTS else None
 
     def speed(self) -> Speed:
-        """The learned constants, and where not enough was seen yet those that are assumed."""
+        """Returns the learned constants, and the assumed ones where not enough was seen yet."""
         learned: dict[str, float] = {}
         if self._is_learned("prefill_s_per_token"):
             learned |= zip(_PREFILL, self._prefill_constants(), strict=True)
@@ -289,7 +284,7 @@ class EngineSpeed:
         return replace(self._assumed, **learned)
 
     def constants(self) -> list[Constant]:
-        """All fields of `speed`, with where they are from and what predictions came to."""
+        """Returns all fields of `speed`, with their sources and errors."""
         speed = self.speed()
         return [
             Constant(

@@ -1,4 +1,4 @@
-"""An engine that may hold KV of one prompt as another's, until it has begun anew."""
+"""Handling of an engine that may hold KV of one prompt as another's, until it has begun anew."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.75
 RESET = "/reset_prefix_cache"
-"""vLLM drops all blocks, unless requests use some. It has the path only with
+"""Path at which vLLM drops all blocks, unless requests use some; there only with
 VLLM_SERVER_DEV_MODE=1."""
 
 
 def life_of(facts: EngineFacts) -> str:
-    """Which life of an engine this is: see WorkerInfo."""
     return f"{facts.started_s:.3f}" if facts.started_s is not None else ""
 
 
 async def cleanse(engine: EngineHttp, ranks: Sequence[Rank]) -> None:
-    """Until cancelled: nothing of a tainted engine stays in the index, and it is asked to drop what
-    it holds, where it can be. If it does, that is another life of it."""
+    """Keeps the blocks of a tainted engine out of the index until cancelled, and asks the engine to
+    drop what it holds. If it does, that is another life of it."""
     was_tainted = False
     while True:
         tainted = [rank for rank in ranks if rank.agent.is_tainted]

@@ -39,14 +39,14 @@ from workers.bridge.events.pending import PendingEvents
 from workers.bridge.events.windows import Chain, Windows
 
 REMEMBERED = 16_384
-"""How many blocks that no tier holds any more are still known: an offload may be announced after
-the block has left the device."""
+"""Blocks that are still known though no tier holds them: an offload may be announced after the
+block has left the device."""
 
 
 class HeldBlocks(NamedTuple):
-    """group: the one that counts. chunk_blocks: as in EngineBlocks. rows: each block that is held,
-    by its name at the engine, with its references at that moment: blocks change later, references
-    are replaced."""
+    """Snapshot of EngineBlocks. group: the one that counts. rows: each block that is held, by its
+    name at the engine, with its references at that moment: blocks change later, references are
+    replaced."""
 
     group: int | None
     chunk_blocks: int
@@ -54,12 +54,11 @@ class HeldBlocks(NamedTuple):
 
 
 class EngineBlocks:
-    """What one engine holds, by its own hashes.
+    """Blocks that one engine holds, by its own hashes.
 
-    block_size: tokens per block of the index. The engine's block size must be a multiple of it.
-    now: monotonic seconds. joined_late: the engine held blocks before the first event. A block that
-    waits in vain for its parent is then taken to follow one of those, and left out until it is
-    stored again.
+    block_size: tokens per block of the index, a divisor of the engine's block size. now: monotonic
+    seconds. joined_late: the engine held blocks before the first event. A block that waits in vain
+    for its parent is then taken to follow one of those, and left out until it is stored again.
 
     announces_copies: a block is held until it has been removed as often as it was stored. vLLM
     stores each copy of a block and removes each, unless a request's kv_cache_report_mode is `full`.
@@ -83,9 +82,9 @@ class EngineBlocks:
         self._known: dict[BlockHash, Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
         self._copies: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
-        """How many of the engine's blocks in a tier are, or contain, the same one of ours."""
+        """Number of the engine's blocks in a tier that are, or contain, one block of ours."""
         self._group: int | None = None
-        """The group that counts, once an event has named a kind."""
+        """Group that counts, once an event has named a kind."""
         self._largest = 0
         """Tokens in the largest block of that group that the device has stored."""
         self._windows = Windows(
@@ -104,26 +103,27 @@ class EngineBlocks:
 
     @property
     def num_held(self) -> int:
-        """How many blocks of the index its device holds."""
+        """Returns the number of blocks of the index on the engine's device."""
         return len(self._copies[Tier.DEVICE])
 
     def held(self) -> Iterator[Stored]:
-        """What it holds, as if stored just now."""
+        """Yields what the engine holds, as if stored just now."""
         for block in self._known.values():
             for tier in Tier:
                 if block.lies_in(tier) and not block.hidden:
                     yield Stored(block.blocks, block.parent, tier)
 
     def snapshot(self) -> HeldBlocks | None:
-        """What is known, for `restore`; None while events wait, as they would be lost, and of an
-        engine with windows, as what those hold would be."""
+        """Returns what is known, for `restore`; None while events wait, which would be lost, and of
+        an engine with windows."""
         if self._pending.num_waiting or self._windows.are_any:
             return None
         rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
         return HeldBlocks(self._group, self.chunk_blocks, rows)
 
     def restore(self, snapshot: HeldBlocks) -> None:
-        """Know what an EngineBlocks with the same arguments knew; this one knows nothing yet."""
+        """Takes over what an EngineBlocks with the same arguments knew; this one knows nothing
+        yet."""
         self._group, self.chunk_blocks = snapshot.group, snapshot.chunk_blocks
         for name, block, references in snapshot.rows:
             block.references = references
@@ -135,15 +135,14 @@ class EngineBlocks:
                     self._count_copy(block, tier)
 
     def load_adapters(self, folders: Mapping[str, str]) -> list[CacheEvent]:
-        """What to show now that the engine says that it has these adapters. folders: what each was
-        loaded from, by its name."""
+        """Returns the changes to show now that the engine says that it has these adapters. folders:
+        by name, the folder that each was loaded from."""
         changes: list[CacheEvent] = []
         for block in self._adapters.look(folders, self._known.values()):
             changes += self._turn(block)
         return changes
 
     def _turn(self, block: Block) -> Iterator[CacheEvent]:
-        """Hide a block, or show it again."""
         tiers = [tier for tier in Tier if block.lies_in(tier)]
         if not block.hidden:
             gone = {tier: tuple(self._give_up_copy(block, tier)) for tier in tiers}
@@ -156,7 +155,6 @@ class EngineBlocks:
 
     @property
     def num_left_out(self) -> int:
-        """How many of the engine's blocks were left out: for a metric."""
         return self._pending.num_left_out
 
     @property
@@ -167,11 +165,12 @@ class EngineBlocks:
 
         Never, if it joined late: nothing that could be done would bring those blocks back. Nor
         because of an offload without tokens: an engine may load a block that it has not stored
-        since it started, and announce its tokens later or never."""
+        since it started, and announce its tokens later or never.
+        """
         return self._pending.is_blind
 
     def take(self, event: EngineEvent) -> list[CacheEvent]:
-        """What `event` means for the index.
+        """Returns what `event` means for the index.
 
         Raises InvalidRequest, having changed nothing; treat that like a missed event.
         """
@@ -190,7 +189,7 @@ class EngineBlocks:
         return changes
 
     def _take_one(self, event: EngineEvent) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
-        """What `event` alone means, and the blocks that other events may be waiting for."""
+        """Returns what `event` alone means, and the blocks that other events may be waiting for."""
         if isinstance(event, AllBlocksCleared):
             return [Cleared(), *self._clear()], ()
         tier = tier_of(event)
@@ -229,7 +228,7 @@ class EngineBlocks:
         return changes
 
     def _take_window(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
-        """What an event of a group that does not stand for all means."""
+        """Returns what an event of a group means that does not stand for all."""
         changes: list[CacheEvent] = []
         # Blocks of offloads may be larger than the group's.
         if (
@@ -247,10 +246,11 @@ class EngineBlocks:
         return [*self._windows.store(event, tier)]
 
     def _look_ahead(self, event: BlockStored) -> list[CacheEvent]:
-        """Say how far it looks ahead, if it does, or was thought to.
+        """Says how far the engine looks ahead, if it does, or was thought to.
 
         Two blocks of such an engine may be one of the index, and only one of them lead to what
-        follows: it is the engine's chain that has to be whole."""
+        follows: the engine's chain has to be whole.
+        """
         group = event.group_idx
         if not (event.looks_ahead or self._lookahead_blocks) or self._windows.concern(group):
             return []
@@ -271,10 +271,11 @@ class EngineBlocks:
         return self._windows.clear()
 
     def _counts(self, event: BlockStored | BlockRemoved) -> bool:
-        """Is the event's group the one that stands for all?
+        """Whether the event's group stands for all: the first one with attention over the whole
+        prefix.
 
-        It is the first one with attention over the whole prefix. Groups use the same hashes, even
-        where their blocks differ in size. Offloads without tokens do not name the kind.
+        Groups use the same hashes, even where their blocks differ in size. Offloads without tokens
+        do not name the kind.
         """
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
@@ -287,7 +288,6 @@ class EngineBlocks:
     def _store(
         self, event: BlockStored, tier: Tier
     ) -> tuple[list[CacheEvent], Sequence[BlockHash]]:
-        """Also returns the blocks that are known from now on."""
         hashes = [key_of(h) for h in event.block_hashes]
         tokens = tokens_of(event, self._block_size)
         parent: Block | None = None
@@ -319,7 +319,7 @@ class EngineBlocks:
         tokens: bytes,
         parent: Block | None,
     ) -> list[Block]:
-        """What each of the event's blocks is in the index: as known, or made of its tokens."""
+        """Returns each of the event's blocks in the index: as known, or made of its tokens."""
         last = parent.blocks[-1] if parent else None
         size = len(tokens) // len(hashes)
         digests = [xxh3_64_intdigest(tokens[at : at + size]) for at in range(0, len(tokens), size)]
@@ -397,8 +397,8 @@ class EngineBlocks:
     def _unrefer(
         self, name: BlockHash, block: Block, place: Place, copies: int | None
     ) -> Iterator[SequenceHash]:
-        """Our blocks that are no longer in the place's tier, the last one first. copies: how many
-        of it are left there; None: one less than before."""
+        """Yields our blocks that are no longer in the place's tier, the last one first. copies: how
+        many are left there; None: one less than before."""
         left = without_copy(block.references, place, copies)
         if left == block.references:
             return
@@ -423,7 +423,7 @@ class EngineBlocks:
                 yield own
 
     def _forget(self, name: BlockHash) -> Iterator[CacheEvent]:
-        """The engine gave this name to another block, so the one before it is gone."""
+        """Ends a block whose name the engine has given to another one."""
         block = self._known.pop(name, None)
         if block is None:
             return

@@ -13,7 +13,7 @@ MAX_WAITING = 4096
 
 
 class PendingEvents:
-    """Each waits for one block, and is returned by `released` once that is known.
+    """Events that wait for one block each; `released` returns them once that is known.
 
     The hashes of the events are those that `key_of` gives. now: monotonic seconds. joined_late: the
     engine held blocks before the first event, so what waits may be left out.
@@ -21,35 +21,33 @@ class PendingEvents:
 
     def __init__(self, now: Callable[[], float], *, joined_late: bool) -> None:
         self.num_left_out = 0
-        """How many blocks of events were left out."""
         self._now = now
         self._joined_late = joined_late
         self._waiting: dict[BlockHash, list[BlockStored | BlockRemoved]] = {}
-        """For each block that is waited for, in order of arrival."""
+        """Events by the block that they wait for, in order of arrival."""
         self._awaits: dict[BlockHash, list[BlockHash]] = {}
-        """For each block in `_waiting`, the blocks that it waits for, the latest last: two events
-        may store it as part of stretches that begin at different places."""
+        """Blocks that each block in `_waiting` waits for, the latest last: two events may store it
+        as part of stretches that begin at different places."""
         self._waits_since: dict[BlockHash, float] = {}
-        """For each block that another's tokens wait for."""
+        """Time of the first wait for a block, if another's tokens wait for it."""
         self.num_waiting = 0
-        """Blocks of events that wait."""
         self._overrun = False
 
     @property
     def is_blind(self) -> bool:
-        """Whether events were missed. See EngineBlocks."""
+        """Whether events were missed: some have waited for too long, or too many wait."""
         if self._joined_late:
             return False
         oldest = next(iter(self._waits_since.values()), self._now())
         return self._overrun or self._now() - oldest > MAX_WAIT_S
 
     def wait_to_store(self, name: BlockHash, event: BlockStored) -> None:
-        """Have the offload of one of an event's blocks wait for its tokens, or, if those wait too,
+        """Has the offload of one of an event's blocks wait for its tokens, or, if those wait too,
         for what they wait for."""
         self.wait(self._awaits.get(name, [name])[-1], replace(event, block_hashes=[name]))
 
     def wait_to_remove(self, name: BlockHash, event: BlockRemoved) -> None:
-        """Have the removal of one of an event's blocks wait for what its stores wait for, if they
+        """Has the removal of one of an event's blocks wait for what its stores wait for, if they
         do."""
         # What has to wait may be left out later: then a removal must not be, where a store of the
         # block is still waiting.
@@ -58,7 +56,7 @@ class PendingEvents:
             self.wait(wanted, replace(event, block_hashes=[name]))
 
     def wait(self, wanted: BlockHash, event: BlockStored | BlockRemoved) -> None:
-        """Until `wanted` is known. What exceeds MAX_WAITING is left out."""
+        """Keeps `event` until `wanted` is known. Events above MAX_WAITING blocks are left out."""
         num_blocks = len(event.block_hashes)
         self._make_room(num_blocks)
         if self.num_waiting + num_blocks > MAX_WAITING:
@@ -75,7 +73,7 @@ class PendingEvents:
                 awaited.append(wanted)
 
     def released(self, names: Iterable[BlockHash]) -> Iterator[BlockStored | BlockRemoved]:
-        """What waited for these blocks, in order of arrival."""
+        """Yields what waited for these blocks, in order of arrival."""
         for name in names:
             self._waits_since.pop(name, None)
             for event in self._waiting.pop(name, ()):
@@ -96,7 +94,7 @@ class PendingEvents:
         self._overrun = False
 
     def _make_room(self, num_blocks: int) -> None:
-        """Leave out what may be: offloads of blocks without tokens if too much waits, and, having
+        """Leaves out what may be: offloads of blocks without tokens if too much waits, and, having
         joined late, what has waited too long as well as the oldest of what is too much."""
         num_allowed = MAX_WAITING - num_blocks
         if self.num_waiting > num_allowed:

@@ -1,4 +1,4 @@
-"""What an agent knew of an engine's blocks, kept on disk over its own restart.
+"""Index of an engine's blocks, kept on disk while its agent restarts.
 
 The file is a digest and then msgpack. It is replaced as a whole, so it is never half written; what
 cannot be read, or was written for an engine or an index of another form, is as good as none.
@@ -55,7 +55,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def save(path: Path, form: list[str], saved: SavedIndex) -> None:
-    """form: what must be the same for the file to be of use. Raises OSError."""
+    """form: what must be equal for the file to be of use. Raises OSError."""
     group, chunk_blocks, rows = saved.snapshot
     text = _ENCODER.encode(
         _File(
@@ -92,7 +92,7 @@ def save(path: Path, form: list[str], saved: SavedIndex) -> None:
 
 
 def load(path: Path, form: list[str]) -> SavedIndex | None:
-    """None if there is no such file, or none that can be used. Raises OSError."""
+    """Returns None if there is no such file, or none that can be used. Raises OSError."""
     try:
         if path.stat().st_size > MAX_BYTES:
             return None

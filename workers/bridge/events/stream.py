@@ -1,4 +1,5 @@
-"""The KV events of one rank of an engine: each batch once and in order, or word that some are lost.
+"""Stream of KV events of one rank of an engine: each batch once and in order, or word that some are
+lost.
 
 An engine numbers its batches, publishes each once and keeps the last ones to be asked for again.
 The number of the last batch together with its time proves that an engine is still the same process,
@@ -27,22 +28,22 @@ from workers.bridge.http.facts import EventSource
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-"""After so long without a batch, the engine is asked whether there was none."""
+"""Seconds without a batch, after which the engine is asked whether there was none."""
 REPLY_S = 2.0
-"""For each message of an answer. An engine looks for questions every 100 ms."""
+"""Deadline of each message of an answer. An engine looks for questions every 100 ms."""
 RETRY_S = 0.5
 QUEUED_BATCHES = 100_000
 MAX_BATCH_BYTES = 64 * 1024 * 1024
 BATCHES_AT_ONCE = 64
 FOLLOWING_S = 60.0
-"""After a loss within this time of the last one, the agent waits before it asks for everything
+"""Seconds after a loss within which another one has the agent wait before it asks for everything
 again: MIN_WAIT_S, and twice as long each time, up to MAX_WAIT_S."""
 MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
 _END = b"\xff" * 8
 
 
 class Position(NamedTuple):
-    """A batch: its number, and its time in seconds since 1970."""
+    """Number of a batch, and its time in seconds since 1970."""
 
     seq: int
     ts: float
@@ -50,8 +51,8 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """All that came before is void. joined_late: the engine holds blocks that the batches to come
-    do not tell of."""
+    """Sign that all that came before is void. joined_late: the engine holds blocks that the batches
+    to come do not tell of."""
 
     joined_late: bool
     reason: str
@@ -59,12 +60,13 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What was known at the position given is still true, and the batches since then follow."""
+    """Sign that what was known at the position given is still true, and that the batches since then
+    follow."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened to a stream since it was opened."""
+    """Counts of what has happened to a stream since it was opened."""
 
     batches: int = 0
     heard: int = 0
@@ -76,7 +78,7 @@ class Counters:
     unreadable: int = 0
     unknown_events: int = 0
     lag_s: float = 0.0
-    """How old the last batch was when it came."""
+    """Age of the last batch when it came."""
 
 
 class _Lost(Exception):
@@ -89,7 +91,7 @@ class _Message(NamedTuple):
 
 
 class EventStream:
-    """Use as a context manager, and iterate over `follow` once.
+    """Reader of an engine's events. Use as a context manager, and iterate over `follow` once.
 
     after: where an earlier process left off; None: at nothing.
     """
@@ -101,9 +103,9 @@ class EventStream:
         self.is_current = False
         """Whether, as far as can be told, all is known that the engine has published by now."""
         self.began = asyncio.Event()
-        """`follow` has returned what was published before it began."""
+        """Set once `follow` has returned what was published before it began."""
         self.position: Position | None = None
-        """The last batch that `follow` has returned."""
+        """Last batch that `follow` has returned."""
         self._context = context
         self._source = source
         self._after = after
@@ -134,7 +136,8 @@ class EventStream:
             self._dealer.close(linger=0)
 
     async def follow(self) -> AsyncGenerator[Fresh | Resumption | Batch, None]:
-        """First Fresh or Resumption, then batches; Fresh again whenever some are lost. Endless."""
+        """Yields first Fresh or Resumption, then batches without end; Fresh again whenever some are
+        lost."""
         reason = "the agent started"
         while True:
             async with aclosing(self._begin(reason)) as beginning:
@@ -166,7 +169,7 @@ class EventStream:
         self._lost_s = asyncio.get_running_loop().time()
 
     async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumption | Batch, None]:
-        """Find out where the engine is, and catch up."""
+        """Finds out where the engine is, and catches up."""
         after, self._after = self._after, None
         if self._source.replay is None:
             yield Fresh(joined_late=True, reason=reason)
@@ -199,7 +202,7 @@ class EventStream:
             yield Fresh(joined_late=False, reason=reason)
 
     async def _go_on(self) -> AsyncGenerator[Fresh | Batch, None]:
-        """What comes from now on. Raises _Lost."""
+        """Yields what comes from now on. Raises _Lost."""
         while True:
             is_silent = not self._queue and not await self._receive()
             if is_silent or self._is_new:
@@ -237,8 +240,8 @@ class EventStream:
                             yield batch
 
     async def _missed(self) -> AsyncGenerator[Batch, None]:
-        """Ask the engine for what came after the last batch. Raises _Lost if that is not all
-        there, or another process answers."""
+        """Yields what came after the last batch, as asked of the engine. Raises _Lost if that is
+        not all there, or another process answers."""
         if self._source.replay is None:
             return
         last = self.position
@@ -290,7 +293,7 @@ class EventStream:
         return batch
 
     async def _receive(self) -> bool:
-        """Fetch some of what has been published; False: nothing within PROBE_S."""
+        """Fetches some of what has been published. Returns False if nothing came within PROBE_S."""
         if not await self._subscriber.poll(round(PROBE_S * 1000)):
             return False
         for _ in range(BATCHES_AT_ONCE):
@@ -311,7 +314,7 @@ class EventStream:
         return True
 
     async def _insist(self, seq: int) -> AsyncGenerator[_Message, None]:
-        """As `_replay`, and if no answer begins, ask again."""
+        """Yields a replay; asks again as long as no answer begins."""
         while True:
             begun = False
             try:
@@ -327,7 +330,8 @@ class EventStream:
             await asyncio.sleep(RETRY_S)
 
     async def _replay(self, seq: int) -> AsyncGenerator[_Message, None]:
-        """The batches from number `seq` on that the engine still has. Raises TimeoutError."""
+        """Yields the batches from number `seq` on that the engine still has. Raises
+        TimeoutError."""
         assert self._source.replay is not None
         if self._dealer is None:
             self._dealer = self._socket(zmq.DEALER, self._source.replay)

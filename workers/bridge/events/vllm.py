@@ -52,7 +52,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def decode(payload: bytes) -> Batch:
-    """Raises WireError if it is no batch at all. Fields that are not known are ignored."""
+    """Returns a batch without fields that are not known. Raises WireError if it is no batch at
+    all."""
     try:
         ts, events, *rest = _PARTS.decode(payload)
         parts = _PARTS.decode(events)
@@ -90,7 +91,7 @@ def _event_of(raw: msgspec.Raw) -> EngineEvent | None:
 
 
 def encode(ts: float, events: Iterable[EngineEvent], rank: int | None = 0) -> bytes:
-    """A batch as vLLM publishes it since 0.24."""
+    """Returns a batch as vLLM publishes it since 0.24."""
     return _ENCODER.encode([ts, [_as_map(event) for event in events], rank])
 
 

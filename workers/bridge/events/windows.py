@@ -1,4 +1,5 @@
-"""After which blocks an engine can go on, if it cannot after every one that it holds.
+"""Ends of an engine that cannot go on after every block that it holds: the blocks after which it
+can.
 
 vLLM reuses a prefix only if each group of layers holds what it needs to go on there: attention over
 all of it every block, with a window those within it, a recurrent state the block that ends there.
@@ -25,11 +26,11 @@ from workers.bridge.events.events import (
 )
 
 ALL = 1 << 40
-"""Of what precedes an end: more blocks than any prompt has."""
+"""Blocks before an end, if all are needed: more than any prompt has."""
 MASKED = 256
-"""So many events with gaps wait for what tells where these are; older ones count for nothing."""
+"""Events with gaps that wait for what tells where these are; older ones count for nothing."""
 ROOT: BlockHash = -1
-"""Before the first block of a chain. No name is negative."""
+"""Name before the first block of a chain. No name is negative."""
 
 
 Chain = tuple[tuple[SequenceHash, ...], SequenceHash | None]
@@ -37,11 +38,11 @@ Chain = tuple[tuple[SequenceHash, ...], SequenceHash | None]
 
 
 class Windows:
-    """What the groups hold of which it matters, besides the one that stands for all.
+    """Blocks of the groups of layers that do not stand for all.
 
-    chain_of: the blocks of the index in the engine's block of that name, and the one before them,
-    if that is known. copies: as EngineBlocks' announces_copies. block_size: tokens per block of the
-    index. recomputed: how many of these the engine drops of what it finds, for its drafter.
+    chain_of: returns the blocks of the index in the engine's block of that name, and the one before
+    them, if that is known. copies: announces_copies of EngineBlocks. block_size: tokens per block
+    of the index. recomputed: how many of these the engine drops of what it finds, for its drafter.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Windows:
         self._copies = copies
         self._recomputed = recomputed
         self._windows: list[_Window] = []
-        """One for all groups alike."""
         self._by_group: dict[int | None, _Window] = {}
         self._lookahead = 0
         self._names: dict[SequenceHash, tuple[BlockHash, ...]] = {}
-        """The engine's blocks that end with this one. Of an engine that looks ahead there is one
-        for each way to go on, and a prompt is on one of them: only if all are ends, this is."""
+        """Blocks of the engine, by the block of the index that they end with. An engine that looks
+        ahead has one for each way to go on, and a prompt is on one of them: only if all are ends,
+        the block of the index is."""
         self._ends: set[SequenceHash] = set()
         self._masked: deque[tuple[_Window, list[BlockHash]]] = deque(maxlen=MASKED)
         """Blocks that events left others out between, none of which was known."""
@@ -75,7 +76,7 @@ class Windows:
         return group in self._by_group
 
     def learn(self, event: BlockStored, lookahead: int = 0) -> list[Ends]:
-        """Require what the group of this event needs. lookahead: of all ends, from now on."""
+        """Requires what the group of this event needs. lookahead: of all ends, from now on."""
         group = event.group_idx
         needed = self._needed(event)
         window = next((w for w in self._windows if w.shape == (event.block_size, needed)), None)
@@ -112,7 +113,7 @@ class Windows:
         return self._turned(turned)
 
     def locate(self, names: Sequence[BlockHash]) -> list[Ends]:
-        """The engine's blocks of these names are known from now on."""
+        """Takes in that the engine's blocks of these names are known from now on."""
         turned: list[_Block] = []
         for window in self._windows:
             for name in names:
@@ -124,7 +125,7 @@ class Windows:
         return self._turned(turned)
 
     def clear(self) -> list[Ends]:
-        """Nothing is held any more; what the groups need stays known."""
+        """Forgets what is held; what the groups need stays known."""
         self._names.clear()
         self._ends.clear()
         self._masked.clear()
@@ -133,10 +134,11 @@ class Windows:
         return [self._told((), are_ends=False)] if self._windows else []
 
     def _needed(self, event: BlockStored) -> int:
-        """How many blocks before an end the group of this event has to hold.
+        """Returns how many blocks before an end the group of this event has to hold.
 
         All, if events do not say that fewer suffice: they do not tell how long the chunks of
-        chunked attention are."""
+        chunked attention are.
+        """
         kind, seen = (event.kv_cache_spec_kind or "").lower(), event.kv_cache_spec_sliding_window
         if kind in STATE_KINDS:
             return 1
@@ -151,7 +153,7 @@ class Windows:
     def _each_above(
         self, event: BlockStored, names: list[BlockHash], window: _Window
     ) -> Sequence[BlockHash | None]:
-        """What precedes each block of an event; None: that is not known."""
+        """Returns what precedes each block of an event; None: that is not known."""
         if event.block_size != window.block_size or not event.token_ids:
             return [None] * len(names)
         if len(names) * event.block_size == len(event.token_ids):
@@ -164,11 +166,12 @@ class Windows:
     def _between_masked(
         self, window: _Window, names: list[BlockHash]
     ) -> Sequence[BlockHash | None]:
-        """What precedes each of some blocks of an event that leaves others out.
+        """Returns what precedes each of some blocks of an event that leaves others out.
 
         The group that stands for all knows it, if its blocks are of that size. If they are longer,
         others were left out before the first one and after those that it has, too: no prompt is
-        reused up to these others."""
+        reused up to these others.
+        """
         chains = [self._chain_of(name) for name in names]
         sizes = {len(chain[0]) * self._block_size for chain in chains if chain}
         if sizes == {window.block_size}:
@@ -184,7 +187,6 @@ class Windows:
         return [None, *(None if chain else above for above, chain in pairs)]
 
     def _only_name(self, end: SequenceHash) -> BlockHash | None:
-        """The engine's block that ends with this one, if only one does."""
         names = self._names.get(end, ())
         return names[0] if len(names) == 1 else None
 
@@ -201,7 +203,8 @@ class Windows:
                     yield from window.gained(block)
 
     def _name(self, block: _Block, end: SequenceHash | None) -> list[_Block]:
-        """Note that `block` ends with this block of the index; returns what it thought before."""
+        """Notes that `block` ends with this block of the index; returns the block before and
+        after."""
         if end is None or block.end == end:
             return []
         before = _Block(block.name)
@@ -211,7 +214,7 @@ class Windows:
         return [before, block]
 
     def _turned(self, blocks: Iterable[_Block]) -> list[Ends]:
-        """What it means that these blocks have changed."""
+        """Returns what it means that these blocks have changed."""
         begun: list[SequenceHash] = []
         ended: list[SequenceHash] = []
         for end in dict.fromkeys(block.end or self._end_of(block.name) for block in blocks):
@@ -253,7 +256,7 @@ class Windows:
 
 
 class _Block:
-    """A block of groups alike. It is kept while any of them holds it, or one that follows it."""
+    """A block of groups alike, kept while any of them holds it, or a block that follows it."""
 
     __slots__ = ("above", "below", "end", "is_held", "is_ready", "name", "references")
 
@@ -261,15 +264,15 @@ class _Block:
         self.name = name
         self.references: References = ()
         self.end: SequenceHash | None = None
-        """The last block of the index in it."""
+        """Last block of the index in it."""
         self.above: BlockHash | None = None
-        """The block before it, or ROOT; None: that is not known."""
+        """Name of the block before it, or ROOT; None: not known."""
         self.below: BlockHash | set[BlockHash] | None = None
-        """Those after it that have references: most often one, stored without a set."""
+        """Names of those after it that have references: most often one, stored without a set."""
         self.is_held = False
-        """By each of the groups?"""
+        """Whether each of the groups holds it."""
         self.is_ready = False
-        """Is the whole window before its end held?"""
+        """Whether the whole window before its end is held."""
 
     def each_below(self) -> Iterable[BlockHash]:
         below = self.below
@@ -291,7 +294,7 @@ class _Block:
 
 
 class _Window:
-    """What groups with the same window hold.
+    """Blocks of groups with the same window.
 
     num_blocks: how many blocks before an end each group has to hold, if there are so many.
     """
@@ -332,7 +335,7 @@ class _Window:
             block.is_held = False
 
     def gained(self, block: _Block) -> Iterator[_Block]:
-        """The blocks that are ready once `block` is held, if it was not and is now."""
+        """Yields the blocks that are ready once `block` is held, if it was not and is now."""
         if block.is_held or not self._is_held(block):
             return
         block.is_held = True
@@ -352,7 +355,7 @@ class _Window:
                 yield following
 
     def remove(self, name: BlockHash, place: Place, left: int | None) -> list[_Block]:
-        """The blocks that are no longer ready, or no longer known."""
+        """Returns the blocks that are no longer ready, or no longer known."""
         block = self.blocks.get(name)
         if block is None:
             return []
@@ -377,7 +380,8 @@ class _Window:
         return {group for (_, group), _ in block.references} == self._groups
 
     def _held_from(self, block: _Block) -> Iterator[tuple[int, _Block]]:
-        """`block` and the held ones after it whose windows contain it, with their distance."""
+        """Yields `block` and the held ones after it whose windows contain it, with their
+        distance."""
         level, distance = [block], 0
         while level and distance < self.num_blocks:
             for one in level:

@@ -13,17 +13,17 @@ from workers.bridge.http.sglang import sglang_facts
 from workers.bridge.http.vllm import vllm_facts
 
 SERVER_INFO = ("/server_info", "/get_server_info")
-"""What SGLang describes itself under; the second was the name until 0.5."""
+"""Paths under which SGLang describes itself; the second was the name until 0.5."""
 NOTHING_GIVEN = EngineAgentSettings()
 VLLM_OWNERS = ("vllm", "kvroute")
-"""Of the models that it and our engines list."""
+"""Owners of the models that vLLM and our engines list."""
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 async def discover(
     session: aiohttp.ClientSession, engine_url: str, given: EngineAgentSettings = NOTHING_GIVEN
 ) -> EngineFacts:
-    """What the engine at `engine_url` says of itself, but for what is given.
+    """Returns what the engine at `engine_url` says of itself, but for what is given.
 
     Raises EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one
     line, if it refuses or lists no model. What else it lacks lowers its rung.
@@ -58,7 +58,7 @@ TELLS_NOTHING = (
 
 
 async def openai_facts(engine: EngineHttp, given: EngineAgentSettings) -> EngineFacts:
-    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
+    """Raises EngineUnavailable and EngineUnfit."""
     models = await models_of(engine, given)
     block_size = given.engine_block_size or USUAL_BLOCK_SIZE
     return EngineFacts(

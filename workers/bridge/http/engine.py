@@ -20,7 +20,7 @@ _NOT_FOUND = (404, 405)
 
 
 class EngineHttp:
-    """The HTTP interface of the engine at `url`.
+    """HTTP interface of the engine at `url`.
 
     session: its headers carry the engine's API key, if it has one.
     """
@@ -34,12 +34,12 @@ class EngineHttp:
 
     @property
     def host(self) -> str:
-        """Of the URL, as ZMQ addresses want it."""
+        """Returns the host of the URL as ZMQ addresses want it."""
         host = urlsplit(self.url).hostname or ""
         return f"[{host}]" if ":" in host else host
 
     async def get(self, path: str) -> bytes | None:
-        """The body of the answer; None if the engine has no such path.
+        """Returns the body of the answer; None if the engine has no such path.
 
         Raises EngineUnavailable if it does not answer in time or answers 5xx, and EngineUnfit if it
         refuses, or its URL is none.
@@ -47,7 +47,6 @@ class EngineHttp:
         return await self._ask("GET", path)
 
     async def probe(self, path: str) -> Probe:
-        """What comes of asking whether it is well, which is given its own time."""
         try:
             async with self._session.get(
                 f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=PROBE_S)
@@ -97,12 +96,13 @@ class EngineHttp:
         return bytes(body)
 
     async def get_object(self, path: str) -> dict[str, Any] | None:
-        """The JSON object in the answer; None if the engine has no such path, or answers something
-        else there. Raises as `get` does."""
+        """Returns the JSON object in the answer; None if the engine has no such path, or answers
+        something else there. Raises EngineUnavailable and EngineUnfit."""
         return _object(await self.get(path))
 
     async def post_object(self, path: str, content: object) -> dict[str, Any] | None:
-        """As `get_object`, for what is posted there."""
+        """Returns the JSON object in the answer; None if there is none. Raises EngineUnavailable
+        and EngineUnfit."""
         return _object(await self._ask("POST", path, content))
 
 
@@ -115,7 +115,7 @@ def _object(body: bytes | None) -> dict[str, Any] | None:
 
 
 def whole(value: object) -> int | None:
-    """A positive number that an engine says, also as text; None if it says none."""
+    """Returns a positive number that an engine says, also as text; None if it says none."""
     try:
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
@@ -125,8 +125,8 @@ def whole(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineModels:
-    """names, adapters, folders, tokenizer: as models, adapters, folders and tokenizer of
-    EngineFacts. owner: of the first, as it says; "": it does not."""
+    """Models that an engine lists, with the fields of EngineFacts. owner: of the first, as it says;
+    "": it does not."""
 
     names: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -137,7 +137,7 @@ class EngineModels:
 
 
 async def models_of(engine: EngineHttp, given: EngineAgentSettings) -> EngineModels:
-    """What /v1/models lists; adapters come and go while the engine runs.
+    """Returns what /v1/models lists; adapters come and go while the engine runs.
 
     Raises EngineUnavailable, and EngineUnfit if there is no model and `given` names none.
     """
@@ -163,7 +163,7 @@ async def models_of(engine: EngineHttp, given: EngineAgentSettings) -> EngineMod
 
 
 async def tokenizer_hash(engine: EngineHttp, model: str) -> str:
-    """Of the ids that the engine gives for PROBE; "" if it does not say."""
+    """Returns the hash of the ids that the engine gives for PROBE; "" if it does not say."""
     answer = await engine.post_object("/tokenize", {"model": model, "prompt": PROBE})
     ids = (answer or {}).get("tokens")
     return hash_of_probe(ids) if isinstance(ids, list) and ids else ""

@@ -1,4 +1,4 @@
-"""What is known of an engine that runs beside an agent, and what it says of its load."""
+"""Facts of an engine that runs beside an agent, and its load."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from app.core.trust import TOP, Rung, Trust
 EngineKind = Literal["vllm", "sglang", "openai"]
 """openai: any other server that speaks OpenAI's API."""
 USUAL_BLOCK_SIZE = 16
-"""Tokens, where an engine need not say how many its blocks have."""
+"""Tokens of a block, where an engine need not say how many."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank publishes its KV events.
+    """ZMQ addresses at which one data-parallel rank publishes its KV events, such as
+    tcp://127.0.0.1:5557.
 
-    endpoint, replay: ZMQ addresses to connect to, such as tcp://127.0.0.1:5557. endpoint: "" if it
-    publishes nothing. replay: None if the engine keeps nothing to be asked for again.
+    endpoint: "" if it publishes nothing. replay: None if the engine keeps nothing to be asked for
+    again.
     """
 
     rank: int
@@ -32,24 +33,21 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine is; it changes only when the engine is started again.
+    """Facts of an engine, which change only when the engine is started again.
 
     rung: how much of what it caches it tells; where that is not all, no source has an endpoint.
     version: of an engine that does not say it, whatever it is called.
 
     models: the ids that requests may name, without those of adapters; the first is the model's own.
-    folders: of each adapter, its name and what it was loaded from, if the engine says.
-    block_size: tokens of one block in its events. capacity_tokens: of KV on each rank's device; 0:
-    it does not say. pool_blocks: of its blocks, at most so many lie there at once, whatever kinds
-    of layers they are for; 0: it does not say.
-    reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the end of
-    what it could reuse are computed again. lookahead_tokens: a block is reused only of prompts that
-    go on with so many tokens as the first one did, as far as is known before events tell.
-    announces_copies: see EngineBlocks. tokenizer: the folder or Hugging Face name that the model
-    was loaded from; "": it does not say.
-    started_s: when its process started, or began to count, seconds since 1970; None: it does not
-    say. kv_dtype, and
-    what else it is set to that KV depends on: as it says; "": it does not.
+    folders: of each adapter, its name and what it was loaded from, if the engine says. block_size:
+    tokens of one block in its events. capacity_tokens: of KV on each rank's device; 0: it does not
+    say. pool_blocks: blocks of all kinds of layers that lie there at once, at most; 0: it does not
+    say. reuse_tokens: hits land on multiples of so many tokens. recomputed_tokens: so many at the
+    end of what it could reuse are computed again. lookahead_tokens: a block is reused only of
+    prompts that go on with so many tokens as the first one did, as far as is known before events
+    tell. tokenizer: the folder or Hugging Face name that the model was loaded from; "": it does not
+    say. started_s: when its process started, or began to count, seconds since 1970; None: it does
+    not say. kv_dtype, kv_settings: settings that KV depends on; "": it does not say.
     """
 
     kind: EngineKind
@@ -73,7 +71,7 @@ class EngineFacts:
     rung: Rung = TOP
 
     def beside(self, block_size: int) -> EngineFacts:
-        """The same engine, in an index of such blocks, of which its own may not be whole ones."""
+        """Returns the engine in an index of such blocks, of which its own may not be whole ones."""
         if self.rung.trust is not Trust.EXACT or self.block_size % block_size == 0:
             return self
         cause = (
@@ -86,7 +84,7 @@ class EngineFacts:
 
 
 class NotExact(Exception):
-    """An engine lacks what it takes to know what it caches. cause: as in Rung."""
+    """An engine lacks what it takes to know what it caches."""
 
     def __init__(self, cause: str, trust: Trust = Trust.APPROXIMATE) -> None:
         super().__init__(cause)
@@ -94,18 +92,18 @@ class NotExact(Exception):
 
 
 def silent(ranks: Iterable[int]) -> tuple[EventSource, ...]:
-    """Of ranks that publish nothing."""
+    """Returns sources of ranks that publish nothing."""
     return tuple(EventSource(rank, "", None) for rank in ranks)
 
 
 IDLE_TIMES = "vllm:kv_block_idle_before_evict_seconds"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 TRANSFERRED, COMPUTED = f"{BY_SOURCE} external_kv_transfer", f"{BY_SOURCE} local_compute"
-"""Two lines of a metric, by where the KV of prompt tokens came from."""
+"""Lines of a metric, by where the KV of prompt tokens came from."""
 
 
 def read_from(*vllm: str, sglang: tuple[str, ...] = (), default: float | None = None) -> Any:
-    """A figure of EngineLoad, and the metrics that may have it, the newest name first."""
+    """Returns a field of EngineLoad with the metrics that may have it, the newest name first."""
     return field(default=default, metadata={"vllm": vllm, "sglang": sglang, "openai": ()})
 
 
@@ -196,11 +194,12 @@ MAX_PORT = 65_535
 
 
 NONE = "none"
-"""The events endpoint of an engine whose events are not listened to."""
+"""Events endpoint of an engine whose events are not listened to."""
 
 
 def reachable(endpoint: str, host: str, rank: int = 0) -> str:
-    """The address to connect to for a socket that the engine on `host` has bound to `endpoint`.
+    """Returns the address to connect to for a socket that the engine on `host` has bound to
+    `endpoint`.
 
     rank: added to the port. Raises NotExact for a bad address.
     """
@@ -214,14 +213,15 @@ def reachable(endpoint: str, host: str, rank: int = 0) -> str:
 
 
 def binds(endpoint: str) -> bool:
-    """Does an engine bind this address? It would connect to any other."""
+    """Whether an engine binds this address. It would connect to any other."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def overridden(
     ranks: Iterable[int], host: str, given: EngineAgentSettings
 ) -> tuple[EventSource, ...]:
-    """The sources of these ranks at `given.events_endpoint`. Raises NotExact if that is NONE."""
+    """Returns the sources of these ranks at `given.events_endpoint`. Raises NotExact if that is
+    NONE."""
     events, replay = given.events_endpoint, given.replay_endpoint
     if events == NONE:
         raise NotExact("its agent listens to no KV events: take away --events-endpoint none")

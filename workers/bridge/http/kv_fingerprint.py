@@ -1,4 +1,5 @@
-"""What must be equal between two engines for the KV of one to be right in the other."""
+"""Fingerprint of what must be equal between two engines for the KV of one to be right in the
+other."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from workers.bridge.http.facts import EngineFacts
 HANDSHAKE_S = 2.0
 MAX_HANDSHAKE_BYTES = 64 * 1024 * 1024
 _ASKED = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
-"""For pipeline and tensor rank 0, which each engine has: asked for one that it has not, it would
-hand on nothing any more."""
+"""Question for pipeline and tensor rank 0, which each engine has: asked for one that it has not, it
+would hand on nothing any more."""
 
 
 class _Payload(msgspec.Struct):
@@ -30,7 +31,7 @@ class _Payload(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
-    """NixlAgentMetadata there. The hash does not cover these."""
+    """NixlAgentMetadata of the same file. The hash does not cover these fields."""
 
     block_size: int | str = UNKNOWN
     kv_cache_layout: str = UNKNOWN
@@ -49,7 +50,7 @@ async def of_vllm(
     hosts: Iterable[str],
     port: int,
 ) -> tuple[str, ...]:
-    """As WorkerInfo.kv_fingerprint. hosts: where the engine's side channel may be."""
+    """Returns a fingerprint for WorkerInfo. hosts: where the engine's side channel may be."""
     told, about = UNKNOWN, _Metadata()
     for host in hosts:
         payload = await _handshake(context, f"tcp://{host}:{port}")
@@ -69,7 +70,6 @@ async def of_vllm(
 
 
 def of_sglang(facts: EngineFacts) -> tuple[str, ...]:
-    """As WorkerInfo.kv_fingerprint."""
     return as_fingerprint(_of_engine(facts) | dict(facts.kv_settings))
 
 
@@ -83,7 +83,7 @@ def _of_engine(facts: EngineFacts) -> dict[str, str]:
 
 
 async def _handshake(context: zmq.asyncio.Context, address: str) -> _Payload | None:
-    """What it answers to an engine that is about to fetch from it; None: nothing."""
+    """Returns what the engine answers to one that is about to fetch from it; None: nothing."""
     with context.socket(zmq.REQ) as asking:
         asking.setsockopt(zmq.LINGER, 0)
         asking.setsockopt(zmq.MAXMSGSIZE, MAX_HANDSHAKE_BYTES)

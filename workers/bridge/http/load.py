@@ -47,7 +47,8 @@ class SamplePattern:
         self._line = re.compile(rb"^(" + either + rb")(?:\{([^\n]*)\})? +(\S+)", re.MULTILINE)
 
     def samples(self, text: bytes) -> Iterator[Sample]:
-        """In the order of `text`. Skips those whose value is no number, or is infinite."""
+        """Yields them in the order of `text`, without those whose value is no number, or
+        infinite."""
         for name, labels, number in self._line.findall(text):
             try:
                 value = float(number)
@@ -64,17 +65,18 @@ class SamplePattern:
 
 LOADS = "/v1/loads?include=core&format=json"
 STARTED = ("process_start_time_seconds", "vllm:prompt_tokens_created")
-"""The second, when it began to count, is told to the microsecond: no two processes have it."""
+"""Times of the engine's start. The second, when it began to count, is told to the microsecond: no
+two processes have it."""
 SLEEP = "vllm:engine_sleep_state"
 OUTPUTS = "vllm:request_generation_tokens_bucket"
 AT_MOST_ONE = f"{OUTPUTS} 1.0"
-"""Its line of the requests that generated at most one token."""
+"""Line of the requests that generated at most one token."""
 _SPLIT_BY = {BY_SOURCE: "source", OUTPUTS: "le"}
 FIGURES: dict[EngineKind, dict[str, tuple[str, ...]]] = {
     kind: {f.name: f.metadata[kind] for f in fields(EngineLoad) if f.metadata.get(kind)}
     for kind in get_args(EngineKind)
 }
-"""The metrics that may have a field of EngineLoad, by kind of engine and field."""
+"""Metrics that may have a field of EngineLoad, by kind of engine and field."""
 _RANK_LABELS = {"vllm": "engine", "sglang": "dp_rank", "openai": "engine"}
 
 
@@ -177,7 +179,7 @@ class LoadReader:
 
 
 def _since(before: EngineLoad, now: EngineLoad, count: str, total: str) -> tuple[float, float]:
-    """By how much both have grown since the last reading, or since the engine started."""
+    """Returns the growth of both since the last reading, or since the engine started."""
     if (getattr(before, count) or 0.0) > (getattr(now, count) or 0.0):
         before = EngineLoad()
     grown = [
@@ -187,7 +189,6 @@ def _since(before: EngineLoad, now: EngineLoad, count: str, total: str) -> tuple
 
 
 def _sglang_loads(answer: dict[str, Any]) -> dict[int, EngineLoad]:
-    """What SGLang's /v1/loads says of each rank."""
     try:
         return {int(load["dp_rank"]): _sglang_load(load) for load in answer["loads"]}
     except (KeyError, TypeError, ValueError, IndexError) as error:

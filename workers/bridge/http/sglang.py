@@ -1,4 +1,4 @@
-"""What SGLang says of itself.
+"""Facts of SGLang.
 
 Fields of /server_info from sglang/srt/server_args.py and describe_kv_events_publisher of
 sglang/srt/runtime_context.py.
@@ -29,7 +29,7 @@ EVENTS_FLAG = (
     '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557",'
     '"replay_endpoint":"tcp://*:5657"}\''
 )
-"""The ports of ranks count upwards from these."""
+"""Flag that has SGLang publish events; ports of further ranks count upwards."""
 KV_SETTINGS = (
     "attention_backend",
     "disaggregation_transfer_backend",
@@ -38,14 +38,13 @@ KV_SETTINGS = (
     "revision",
     "tp_size",
 )
-"""What the KV depends on that is handed on."""
+"""Settings that the KV depends on which is handed on."""
 
 
 async def sglang_facts(
     engine: EngineHttp, info: dict[str, Any], given: EngineAgentSettings
 ) -> EngineFacts:
-    """info: what /server_info answered. Raises EngineUnavailable and EngineUnfit as `discover`
-    does."""
+    """info: the answer of /server_info. Raises EngineUnavailable and EngineUnfit."""
     # It answers while it still warms up. /health would generate a token.
     await engine.get("/ready")
     models = await models_of(engine, given)
@@ -78,7 +77,6 @@ async def sglang_facts(
 
 
 def _told(info: dict[str, Any], name: str) -> str:
-    """As text; "": it does not say."""
     return str(info[name]) if name in info else ""
 
 
@@ -103,14 +101,14 @@ def _check(info: dict[str, Any], size: int | None) -> None:
 
 
 def _page_size(info: dict[str, Any], given: EngineAgentSettings) -> int | None:
-    """Tokens of a block in events: a page's, times the ranks that share the decode context."""
+    """Returns the tokens of a block in events: a page's, times the ranks that share the decode
+    context."""
     size = given.engine_block_size or whole(_events(info).get("block_size"))
     page = whole(info.get("page_size"))
     return size or (page and page * (whole(info.get("dcp_size")) or 1))
 
 
 def _events(info: dict[str, Any]) -> dict[str, Any]:
-    """How it describes its publisher."""
     said = info.get("kv_events")
     return said if isinstance(said, dict) else {}
 
@@ -151,7 +149,6 @@ def _sources(
 
 
 def _config(info: dict[str, Any]) -> dict[str, Any]:
-    """What --kv-events-config was."""
     try:
         config = orjson.loads(info.get("kv_events_config") or "{}")
     except (orjson.JSONDecodeError, TypeError):
@@ -160,7 +157,7 @@ def _config(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(config: dict[str, Any]) -> dict[str, Any]:
-    """As newer versions describe it."""
+    """Returns a publisher's configuration in the form in which newer versions describe it."""
     parts = str(config.get("endpoint", "tcp://*:5557")).removeprefix("tcp://").rpartition(":")
     replay = str(config.get("replay_endpoint") or "").rpartition(":")
     return {

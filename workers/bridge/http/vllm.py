@@ -1,4 +1,4 @@
-"""What vLLM says of itself.
+"""Facts of vLLM.
 
 Paths and labels from vllm/entrypoints/serve/instrumentator and vllm/v1/metrics/loggers.py.
 """
@@ -27,25 +27,25 @@ EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
     '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
 )
-"""The ports of ranks count upwards from these."""
+"""Flag that has vLLM publish events; ports of further ranks count upwards."""
 CONFIG = "vllm:cache_config_info"
 RUNNING = "vllm:num_requests_running"
 SPECULATIVE = "vllm:spec_decode_num_drafts_total"
 CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
-"""There is a KV connector."""
+"""Metric of an engine with a KV connector."""
 LOOKAHEAD_SINCE = (0, 33)
-"""From then on a block's hash covers the tokens after it that a drafter has read, unless there is a
-KV connector."""
+"""Version since which a block's hash covers the tokens after it that a drafter has read, unless
+there is a KV connector."""
 _WANTED = SamplePattern((CONFIG, *STARTED, RUNNING, SPECULATIVE, CONNECTED))
 _RANK = re.compile(r"\d{1,5}", re.ASCII)
 _LOCAL = ("tcp://127.", "tcp://localhost:", "tcp://0.0.0.0:")
-"""vLLM binds only what has `*` or `::` in it, and connects to other addresses. It may report one of
-this node's as bound, because it resolved `tcp://*:0` to it, but never one of these."""
+"""Addresses of this node that vLLM connects to, as it binds only what has `*` or `::` in it. It may
+report another one as bound, because it resolved `tcp://*:0` to it, but never one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What is found in /metrics. config: labels of cache_config_info."""
+    """Facts in /metrics. config: labels of cache_config_info."""
 
     config: dict[str, str]
     ranks: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Said:
 
 
 async def vllm_facts(engine: EngineHttp, version: str, given: EngineAgentSettings) -> EngineFacts:
-    """Raises EngineUnavailable and EngineUnfit as `discover` does."""
+    """Raises EngineUnavailable and EngineUnfit."""
     said = _read(list(_WANTED.samples(await engine.get("/metrics") or b"")))
     listed = await engine.get_object("/kv_event_sources")
     models = await models_of(engine, given)
@@ -117,7 +117,6 @@ def _rank(sample: Sample) -> int:
 
 
 def _number(said: _Said, *labels: str) -> int | None:
-    """The first of these labels that is a number."""
     numbers = (whole(said.config.get(label)) for label in labels)
     return next((number for number in numbers if number is not None), None)
 
@@ -139,7 +138,8 @@ def _check(said: _Said, size: int | None) -> None:
 
 
 def _capacity(said: _Said, max_model_len: int) -> int:
-    """Tokens of KV on each rank; 0 if it does not say, or has none: an encoder has one block."""
+    """Returns the tokens of KV on each rank; 0 if vLLM does not say, or has none: an encoder has
+    one block."""
     # Older versions give the blocks of all ranks together.
     blocks, size = _number(said, "num_gpu_blocks"), _number(said, "block_size")
     tokens = blocks * size // len(said.ranks) if blocks and size else 0
@@ -150,7 +150,7 @@ def _capacity(said: _Said, max_model_len: int) -> int:
 def _sources(
     host: str, version: str, listed: dict[str, Any] | None, said: _Said, given: EngineAgentSettings
 ) -> tuple[EventSource, ...]:
-    """listed: what /kv_event_sources answers. Raises NotExact."""
+    """listed: the answer of /kv_event_sources. Raises NotExact."""
     if given.events_endpoint:
         count = given.data_parallel_size
         ranks = range(count) if count else _listed_ranks(listed) or said.ranks
@@ -183,7 +183,7 @@ def _publishes(config: object) -> bool:
 def _source(
     rank: int, config: dict[str, Any], host: str, given: EngineAgentSettings
 ) -> EventSource:
-    """The ports in `config` are this rank's own."""
+    """config: of this rank, with its own ports. Raises NotExact."""
     endpoint, replay = config["endpoint"], config.get("replay_endpoint")
     if endpoint.startswith(_LOCAL):
         raise NotExact(
