@@ -32,9 +32,8 @@ from app.state.connect import connected
 from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
 from workers.bridge.metrics import registry_of
-from workers.discovery.claims import EngineClaims
 from workers.discovery.engine import check
-from workers.discovery.fleet import EngineFleet
+from workers.discovery.fleet import EngineClaims, EngineFleet
 from workers.discovery.source import SOURCES, source_of
 from workers.tasks import FAILURES
 

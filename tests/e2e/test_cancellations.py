@@ -20,7 +20,7 @@ from tests.fakes.engine import fake_engine
 from workers import engine_agent
 from workers import main as worker
 from workers.bridge import follower
-from workers.discovery import dns, file
+from workers.discovery import dns, source
 
 
 async def lifespan_alone(app, *_, **__):
@@ -40,7 +40,7 @@ def _often(monkeypatch):
     monkeypatch.setattr(follower, "POLL_S", 0.002)
     monkeypatch.setattr(follower, "LOOK_AGAIN_S", 0.002)
     monkeypatch.setattr(dns, "LOOK_S", 0.0)
-    monkeypatch.setattr(file, "LOOK_S", 0.0)
+    monkeypatch.setattr(source, "LOOK_S", 0.0)
 
 
 async def router(**common):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,6 @@ import zmq.asyncio
 from app.core.errors import EngineUnavailable, EngineUnfit, RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
-from app.core.roles import Role
 from app.core.settings.agent import EngineAgentSettings
 from app.core.worker_report import UNKNOWN
 from app.http.supervisor import supervised
@@ -28,13 +27,12 @@ from workers.agent.agent import AgentSettings
 from workers.bridge.health import EngineHealth, Life, Probe
 from workers.bridge.http.discovery import discover
 from workers.bridge.http.engine import EngineHttp, models_of, tokenizer_hash
-from workers.bridge.http.facts import EngineFacts, EngineLoad, EngineReading
+from workers.bridge.http.facts import EngineFacts, EngineReading
 from workers.bridge.http.load import LoadReader
-from workers.bridge.kv_lease import ANSWER_S, LEAST_S, disagreement, lease_of
+from workers.bridge.kv_lease import ANSWER_S, LEAST_S, cleanse, disagreement, keeps_kv, settle_lease
 from workers.bridge.rank import IDLE, Rank
-from workers.bridge.registration import Registrations
+from workers.bridge.registration import fingerprint, kv_hosts, registration
 from workers.bridge.speed import EngineSpeed
-from workers.bridge.taint import cleanse
 from workers.tasks import FAILURES, until_it_works
 
 log = logging.getLogger(__name__)
@@ -83,15 +81,13 @@ class EngineFollower:
         self._state: State = "unavailable"
         self._unfit = ""
         """Why the engine cannot be followed by what it says now; "": it can."""
-        self._lease_s = 0.0
-        """Seconds that the engine keeps KV for others; 0: not found out yet."""
+        self._lease_finding = ""
         self._settings = settings
         self._keyspace = keyspace
         self._runner = runner
         self._session = session
         self._context = context
         self._engine = EngineHttp(session, settings.engine_url, READ_S)
-        self._registrations = Registrations(settings, self._engine.url, self._engine.host)
         self._memory = memory
         self._profile = PROFILES[settings.profile] if settings.profile else None
         self._is_kept = False
@@ -176,7 +172,7 @@ class EngineFollower:
         """Waits while the engine sleeps: it has dropped all blocks, and would serve nobody."""
         while True:
             with suppress(EngineUnavailable, EngineUnfit):
-                outcome = await self._engine.probe(_health_path(facts))
+                outcome = await self._engine.probe(HEALTH_PATHS[facts.kind])
                 reading = await reader.read()
                 sleeps = any(load.sleeps for load in reading.loads.values())
                 if outcome in (Probe.ANSWERED, Probe.DENIED) and not sleeps:
@@ -190,10 +186,10 @@ class EngineFollower:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
             cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
-            leasing = _begun(tasks, "lease", partial(self._find_lease, facts.models[0]))
+            leasing = _begun(tasks, "lease", partial(self._settle_lease, facts.models[0]))
             ending = [
                 _begun(tasks, "facts", partial(self._look_for_changes, facts)),
-                _begun(tasks, "health", partial(self._probe, _health_path(facts))),
+                _begun(tasks, "health", partial(self._probe, HEALTH_PATHS[facts.kind])),
                 _begun(tasks, "load", partial(self._watch, facts, reader)),
             ]
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
@@ -265,7 +261,7 @@ class EngineFollower:
             told = rank.info.kv_fingerprint
             if any(one.endswith(f"={UNKNOWN}") for one in told):
                 number = rank.info.key.dp_rank
-                if await self._registrations.fingerprint(self._context, facts, number) != told:
+                if await fingerprint(self._settings, self._context, facts, number) != told:
                     return True
         return False
 
@@ -301,29 +297,15 @@ class EngineFollower:
                     log.info("the engine has changed: it registers anew")
                     return
 
-    def _keeps_kv(self, loads: Iterable[EngineLoad]) -> bool:
-        """Whether the engine counts leases on KV that others fetch."""
-        settings = self._settings
-        is_source = settings.kv_transfer == "nixl" and settings.role != Role.DECODE
-        return is_source and any(load.kv_leases_ended is not None for load in loads)
-
-    async def _find_lease(self, model: str) -> None:
-        self._lease_s = lease_s = 0.0
-        if self._keeps_kv(rank.load for rank in self.ranks):
+    async def _settle_lease(self, model: str) -> None:
+        self._lease_finding = ""
+        if keeps_kv(self._settings, (rank.load for rank in self.ranks)):
             engine = EngineHttp(self._session, self._engine.url, ANSWER_S)
-
-            def ended() -> tuple[float, float]:
-                counts = (rank.load.kv_leases_ended or 0.0 for rank in self.ranks)
-                return sum(counts), self.ranks[0].read_s
-
-            async for lease_s in lease_of(engine, model, ended):
-                for rank in self.ranks:
-                    rank.agent.info = replace(rank.agent.info, kv_lease_s=lease_s)
-        self._lease_s = lease_s
+            lease_s = await settle_lease(engine, model, self.ranks)
+            self._lease_finding = disagreement(self._settings.kv_lease_s, lease_s)
 
     def _all_findings(self) -> tuple[str, ...]:
-        told = self._lease_s and disagreement(self._settings.kv_lease_s, self._lease_s)
-        return (*self.findings(), told) if told else self.findings()
+        return (*self.findings(), *filter(None, [self._lease_finding]))
 
     async def _follow_adapters(self) -> None:
         while True:
@@ -348,17 +330,17 @@ class EngineFollower:
         probed = ""
         with suppress(EngineUnavailable, EngineUnfit):
             probed = await tokenizer_hash(self._engine, facts.models[0])
-        hosts = await self._registrations.hosts()
+        hosts = await kv_hosts(settings)
         now, ranks = asyncio.get_running_loop().time(), list[Rank]()
         waits = bool(settings.kv_transfer)
         for source in facts.sources:
             speed = self.speeds.setdefault(
                 source.rank, EngineSpeed(facts.capacity_tokens, self._profile)
             )
-            fingerprint = await self._registrations.fingerprint(self._context, facts, source.rank)
-            info = self._registrations.info(facts, source, block_size, probed, hosts, fingerprint)
-            info = replace(info, engine_id=await self._registrations.engine_id(facts, source.rank))
-            if self._keeps_kv(reading.loads.values()):
+            info = await registration(
+                settings, self._context, facts, source, block_size, probed, hosts
+            )
+            if keeps_kv(settings, reading.loads.values()):
                 info = replace(info, kv_lease_s=LEAST_S)
             file = f"{settings.namespace}-{info.key.worker_id}-{source.rank}.blocks"
             rank = Rank(
@@ -374,22 +356,15 @@ class EngineFollower:
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:
-        given = self._settings.block_size or await self._namespace_block_size()
-        return given or facts.block_size
-
-    async def _namespace_block_size(self) -> int | None:
-        """Returns None if the namespace is new; waits for Redis."""
-        call = leases.block_size_of(self._keyspace)
-        return await until_it_works(
-            partial(self._runner.one, call), RedisUnavailable, f"{self._settings.namespace}: read"
-        )
+        """Returns the tokens per block of the index; waits for Redis."""
+        if self._settings.block_size is not None:
+            return self._settings.block_size
+        ask = partial(self._runner.one, leases.block_size_of(self._keyspace))
+        known = await until_it_works(ask, RedisUnavailable, f"{self._settings.namespace}: read")
+        return known or facts.block_size
 
 
 def _begun(
     tasks: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
 ) -> asyncio.Task[None]:
     return tasks.create_task(supervised(name, run, FAILURES))
-
-
-def _health_path(facts: EngineFacts) -> str:
-    return HEALTH_PATHS[facts.kind]

@@ -1,15 +1,28 @@
-"""Seconds that an engine keeps KV which waits to be fetched: asked of the engine, or measured by
-prompts that nobody fetches."""
+"""Leases on KV that an engine keeps for others, and an engine that a late fetch has tainted.
+
+A lease is asked of the engine, or measured by prompts that nobody fetches. A tainted engine may
+hold KV of one prompt as another's, until it has begun anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from app.core.errors import EngineUnavailable, EngineUnfit
+from app.core.errors import ConfigError, EngineUnavailable, EngineUnfit
+from app.core.roles import Role
+from app.core.settings.agent import EngineAgentSettings
+from app.core.types import random_hex
+from app.core.worker_report import process_of
 from workers.bridge.http.engine import EngineHttp
+from workers.bridge.http.facts import EngineLoad
+from workers.bridge.rank import Rank
+
+log = logging.getLogger(__name__)
 
 LEAST_S, MOST_S = 1.0, 3600.0
 """Seconds that count before more is known, and at most."""
@@ -24,6 +37,26 @@ LOOK_S, AGAIN_S = 0.25, 10.0
 
 Reading = Callable[[], tuple[float, float]]
 """Returns how many leases have ended, and when that was asked for, by the event loop's clock."""
+
+
+def keeps_kv(settings: EngineAgentSettings, loads: Iterable[EngineLoad]) -> bool:
+    """Whether an engine counts leases on KV that others fetch."""
+    is_source = settings.kv_transfer == "nixl" and settings.role != Role.DECODE
+    return is_source and any(load.kv_leases_ended is not None for load in loads)
+
+
+async def settle_lease(engine: EngineHttp, model: str, ranks: Sequence[Rank]) -> float:
+    """Has the ranks register the lease of their engine, as far as it is known by then; returns the
+    seconds."""
+    lease_s = 0.0
+
+    def ended() -> tuple[float, float]:
+        return sum(rank.load.kv_leases_ended or 0.0 for rank in ranks), ranks[0].read_s
+
+    async for lease_s in lease_of(engine, model, ended):
+        for rank in ranks:
+            rank.agent.info = replace(rank.agent.info, kv_lease_s=lease_s)
+    return lease_s
 
 
 async def lease_of(engine: EngineHttp, model: str, reading: Reading) -> AsyncIterator[float]:
@@ -80,3 +113,41 @@ async def _asked(engine: EngineHttp) -> float | None:
     extra = config.get("kv_connector_extra_config")
     said = extra.get("kv_lease_duration", USUAL_S) if isinstance(extra, dict) else USUAL_S
     return float(said) if isinstance(said, int | float) and said > 0 else None
+
+
+TAINT_LOOK_S = 0.75
+RESET = "/reset_prefix_cache"
+"""Path at which vLLM drops all blocks, unless requests use some; there only with
+VLLM_SERVER_DEV_MODE=1."""
+
+
+async def cleanse(engine: EngineHttp, ranks: Sequence[Rank]) -> None:
+    """Keeps the blocks of a tainted engine out of the index until cancelled, and asks the engine to
+    drop what it holds. If it does, that is another life of it."""
+    was_tainted = False
+    while True:
+        tainted = [rank for rank in ranks if rank.agent.is_tainted]
+        if tainted and not was_tainted:
+            for rank in tainted:
+                rank.clear()
+                log.error(
+                    "%s may hold KV of one prompt as another's, and gets no requests until the "
+                    "engine has been restarted, or its cache reset",
+                    rank.info.key,
+                )
+        was_tainted = bool(tainted)
+        if tainted and await _drops_all(engine):
+            log.warning("the engine's cache is reset: it gets requests again")
+            for rank in ranks:
+                rank.clear()
+                process = process_of(rank.agent.info.engine_life)
+                life = f"{process}+{random_hex(4)}"
+                rank.agent.info = replace(rank.agent.info, engine_life=life)
+        await asyncio.sleep(TAINT_LOOK_S)
+
+
+async def _drops_all(engine: EngineHttp) -> bool:
+    with suppress(EngineUnavailable, ConfigError):
+        answer = await engine.post_object(RESET, None)
+        return answer is not None and answer.get("success") is True
+    return False

@@ -95,7 +95,7 @@ class Rank:
         """Blocks of the index that can lie on its device at most; 0: not known."""
         self._path = path
         self._form = [
-            "3",
+            "4",
             facts.kind,
             source.endpoint,
             str(info.block_size),
@@ -104,9 +104,8 @@ class Rank:
         ]
         self._folders = dict(facts.folders)
         self._known = self._load()
-        self._last = self._known and self._known.position
-        after = self._known and self._known.position
-        self.stream = EventStream(context, source, after) if source.endpoint else None
+        self._last = self._known.position if self._known else None
+        self.stream = EventStream(context, source, self._last) if source.endpoint else None
         """Events of the engine; None: it publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
         self.agent = Agent(
@@ -336,7 +335,7 @@ class Rank:
         if snapshot is None:
             return
         try:
-            known = SavedIndex(position, snapshot, self.joined_late)
-            await asyncio.to_thread(saved.save, self._path, self._form, known)
+            known = SavedIndex(self._form, position, snapshot, self.joined_late)
+            await asyncio.to_thread(saved.save, self._path, known)
         except OSError as error:
             log.warning("%s: what is known cannot be kept: %s", self.info.key, error)

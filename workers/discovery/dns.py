@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from typing import Any
 
 from app.core.errors import ConfigError, shown
+from app.core.extras import extra
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
 from workers.discovery.engine import DiscoveredEngine, Members, Tell, port_of, settings_of
@@ -21,6 +23,10 @@ DEADLINE_S = 5.0
 GONE_S = 600.0
 """Name servers that give some of the addresses give others with the next answers, and what asks
 them may keep an answer for minutes."""
+TARGET_S = 2.0
+"""For the address of a target that does not come with the records, within DEADLINE_S."""
+UDP_BYTES = 1232
+"""Without a size, Consul answers with three records at most. What is larger comes over TCP."""
 
 Place = tuple[str, int]
 """Address and port."""
@@ -28,14 +34,20 @@ Look = Callable[[], Awaitable[set[Place]]]
 """By which a name is looked up. Raises OSError while nobody says what it has."""
 
 
-def name_and_port(text: str) -> tuple[str, int | None]:
-    """port: None if SRV records are to say it. Raises ConfigError."""
-    name, has_port, port = text.partition(":")
-    if not name or (has_port and port_of(port) is None):
+def look_of(text: str) -> Look:
+    """Returns the look-up of NAME:PORT, or of the SRV records of a NAME. Raises ConfigError, and
+    MissingPackage."""
+    name, has_port, port_text = text.partition(":")
+    port = port_of(port_text)
+    if not name or (has_port and port is None):
         raise ConfigError(
             f"--engine-dns: needs NAME:PORT, or the NAME of SRV records, got {shown(text)}"
         )
-    return name, port_of(port)
+    if port is not None:
+        return partial(addresses, name, port)
+    with extra("discovery"):
+        from dns.resolver import Resolver
+    return partial(srv_places, Resolver, name)
 
 
 async def addresses(name: str, port: int) -> set[Place]:
@@ -52,6 +64,44 @@ async def addresses(name: str, port: int) -> set[Place]:
     except UnicodeError as error:
         raise OSError(str(error)) from None
     return {(str(answer[4][0]), port) for answer in answers}
+
+
+async def srv_places(new_resolver: Callable[[], Any], name: str) -> set[Place]:
+    """One for each record, as its target may have an address of either family. The records'
+    priorities and weights do not count. Raises OSError."""
+    from dns.exception import DNSException
+    from dns.rdatatype import AAAA, A
+
+    try:
+        resolver = new_resolver()
+        resolver.use_edns(0, 0, UDP_BYTES)
+        # In a thread: what dnspython awaits loses a cancellation now and then, on Python 3.11.
+        answer = await asyncio.to_thread(
+            resolver.resolve, name, "SRV", search=True, lifetime=DEADLINE_S
+        )
+    except DNSException as error:
+        raise OSError(f"no SRV records are known: {error}") from None
+    records: list[Any] = [record for record in answer if len(record.target) > 1]
+    sent = {rrset.name: rrset for rrset in answer.response.additional if rrset.rdtype == AAAA}
+    sent |= {rrset.name: rrset for rrset in answer.response.additional if rrset.rdtype == A}
+
+    async def address(target: Any) -> str | None:
+        if target in sent:
+            return _first(record.address for record in sent[target])
+        try:
+            found = await asyncio.to_thread(resolver.resolve_name, target, lifetime=TARGET_S)
+        except DNSException as error:
+            log.warning("%s: the address of %s is not known: %s", name, target, error)
+            return None
+        return _first(found.addresses())
+
+    found = await asyncio.gather(*(address(record.target) for record in records))
+    return {(at, record.port) for at, record in zip(found, records, strict=True) if at}
+
+
+def _first(addresses: Iterable[str]) -> str:
+    """Always the same one, of the older family if there is any."""
+    return min(addresses, key=lambda address: (":" in address, address))
 
 
 def worker_at(address: str, port: int) -> str:

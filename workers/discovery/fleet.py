@@ -9,18 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import secrets
+import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from app.core.errors import cut
+from app.core.errors import RedisUnavailable, cut
+from app.core.keys import Keyspace
 from app.core.limits import MAX_ENGINES, MAX_NAME
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import attempted, supervised
+from app.state import leases
+from app.state.claims import claim
+from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
-from workers.discovery.claims import EngineClaims
-from workers.discovery.engine import DiscoveredEngine, Engines, Members, Tell
+from workers.discovery.engine import Absences, DiscoveredEngine, Engines, Members, Tell
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)
@@ -33,6 +39,57 @@ STALE = (
     f"for over {STALE_S:g} s an agent was not told which engines there are: does the name server, "
     "Kubernetes or the file fail? Its log says how; engines stay"
 )
+
+
+class EngineClaims:
+    """`renew` often, then `leave`. source: processes with the same one share its engines."""
+
+    def __init__(
+        self, runner: ScriptRunner, keyspace: Keyspace, source: str, lease_s: float
+    ) -> None:
+        self.keys: frozenset[str] = frozenset()
+        """Of the engines of which it is the agent."""
+        self.free: frozenset[str] = frozenset()
+        """Of those that have none, though they are ready: this process has as many as it takes."""
+        self.lease_s = lease_s
+        self._runner, self._keyspace, self._source = runner, keyspace, source
+        self._holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    async def renew(self, engines: Engines) -> None:
+        """While Redis is away, all stays as it was."""
+        try:
+            self.keys, free = await self._claim(engines, round(self.lease_s * 1000))
+            self.free = free if len(self.keys) >= MAX_ENGINES else frozenset()
+        except RedisUnavailable as error:
+            log.warning("engines not claimed: %s", error)
+
+    async def leave(self, engines: Engines) -> None:
+        """Others become the agents of these at once."""
+        try:
+            await self._claim(engines, 0)
+        except RedisUnavailable as error:
+            log.warning("engines not given up, until the lease ends: %s", error)
+
+    async def drain(self, workers: Collection[str]) -> None:
+        """Nothing is routed to these from now on, by their ids, though nobody is their agent."""
+        try:
+            keys = await self._runner.one(leases.in_service(self._keyspace))
+            await self._runner.run(
+                [leases.drain(self._keyspace, key) for key in keys if key.worker_id in workers]
+            )
+        except RedisUnavailable as error:
+            log.warning("not drained: %s: %s", ", ".join(workers), error)
+
+    async def _claim(self, engines: Engines, ttl_ms: int) -> tuple[frozenset[str], frozenset[str]]:
+        ready = [key for key, engine in engines.items() if engine.ready and not engine.leaving]
+        others = [key for key in engines if key not in ready]
+        return await self._runner.one(
+            claim(
+                *(self._keyspace, self._source, self._holder, ready, others),
+                ttl_ms=ttl_ms,
+                room=MAX_ENGINES,
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,54 +304,3 @@ class Following:
     async def _drained(self) -> None:
         await self._leaves.wait()
         await self.follower.drain(self.engine.settings.drain_s)
-
-
-ANSWERS = 3
-"""At least so many have to lack an engine, one after another."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Absence:
-    engine: DiscoveredEngine
-    first_s: float
-    last_s: float
-    answers: int
-
-    def goes_on(self, now: float) -> _Absence:
-        first_s = self.first_s if self.answers else now
-        return replace(self, first_s=first_s, last_s=now, answers=self.answers + 1)
-
-
-class Absences:
-    """gone_s: for so long answers lack an engine that is gone, whether it works or not."""
-
-    def __init__(self, gone_s: float) -> None:
-        self._gone_s = gone_s
-        self._told: Engines = {}
-        self._of: dict[str, _Absence] = {}
-
-    @property
-    def lacking(self) -> Engines:
-        """Those that may yet be there; of none it is known that it may be begun with."""
-        return {key: replace(one.engine, ready=False) for key, one in self._of.items()}
-
-    def note(self, engines: Engines, now: float) -> None:
-        """The source tells of `engines`; of none at all, that says nothing."""
-        before, self._of = self._of, {}
-        known = {key: absence.engine for key, absence in before.items()} | dict(self._told)
-        for key, engine in known.items():
-            if key in engines or engine.leaving or engine.is_replaced(engines.values()):
-                continue
-            absence = before.get(key, _Absence(engine, now, now, 0))
-            absence = absence.goes_on(now) if engines else absence
-            if not self._is_long(absence):
-                self._of[key] = absence
-        self._told = engines
-
-    def forget(self, key: str) -> None:
-        """It is gone."""
-        self._of.pop(key, None)
-
-    def _is_long(self, absence: _Absence) -> bool:
-        lasted_s = absence.last_s - absence.first_s
-        return absence.answers >= ANSWERS and lasted_s >= self._gone_s

@@ -1,7 +1,7 @@
 import pytest
 
 from workers.bridge import follower
-from workers.discovery import file
+from workers.discovery import source
 
 
 @pytest.fixture(autouse=True)
@@ -9,4 +9,4 @@ def _often(monkeypatch):
     """Engines are looked at more often than they are as a rule."""
     monkeypatch.setattr(follower, "POLL_S", 0.02)
     monkeypatch.setattr(follower, "LOOK_AGAIN_S", 0.05)
-    monkeypatch.setattr(file, "LOOK_S", 0.02)
+    monkeypatch.setattr(source, "LOOK_S", 0.02)

@@ -18,14 +18,13 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fakes.engine import fake_engine
 from workers.bridge.follower import EngineFollower
-from workers.discovery.claims import EngineClaims
 from workers.discovery.engine import (
     DiscoveredEngine,
     Engines,
     Members,
     settings_of,
 )
-from workers.discovery.fleet import EngineFleet
+from workers.discovery.fleet import EngineClaims, EngineFleet
 
 KEYS = Keyspace("discovery")
 LONG_S = 60.0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.workers.discovery.fleets import engine
-from workers.discovery.fleet import ANSWERS, Absences
+from workers.discovery.engine import ANSWERS, Absences
 
 BOTH = {"1": engine("a", "http://a:1"), "2": engine("b", "http://b:1")}
 ONE = {"1": BOTH["1"]}

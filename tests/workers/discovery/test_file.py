@@ -8,7 +8,7 @@ import pytest
 from app.core.errors import ConfigError
 from tests.eventually import eventually
 from tests.workers.discovery.fleets import engines, running, settings, until_live
-from workers.discovery import file
+from workers.discovery import source as by_file
 from workers.discovery.engine import Members
 
 
@@ -21,7 +21,7 @@ async def test_engines_that_a_file_lists_come_and_go_with_it(redis, tmp_path):
     async with engines(3) as (a, b, c):
         path = tmp_path / "engines.toml"
         both = f'[a]\nengine-url = "{a.url}"\n[b]\nengine-url = "{b.url}"\nmax-requests = 7\n'
-        source = partial(file.follow, settings(engines=told(path, both), max_requests=9))
+        source = partial(by_file.follow_file, settings(engines=told(path, both), max_requests=9))
         async with running(redis, tmp_path, source) as fleet:
             workers = await until_live(redis, "a", "b")
             assert {name: info.max_requests for name, info in workers.items()} == {"a": 9, "b": 7}
@@ -35,7 +35,7 @@ async def test_an_engine_that_moves_is_followed_where_it_is(redis, tmp_path):
     async with engines(2) as (before, after):
         path = tmp_path / "engines.toml"
         source = partial(
-            file.follow, settings(engines=told(path, f'[a]\nengine-url = "{before.url}"'))
+            by_file.follow_file, settings(engines=told(path, f'[a]\nengine-url = "{before.url}"'))
         )
         async with running(redis, tmp_path, source):
             assert (await until_live(redis, "a"))["a"].address == before.url
@@ -51,7 +51,9 @@ async def test_an_engine_that_moves_is_followed_where_it_is(redis, tmp_path):
 async def test_a_file_that_is_wrong_or_gone_changes_nothing(redis, tmp_path, wrong, caplog):
     async with engines(1) as (a,):
         path = tmp_path / "engines.toml"
-        source = partial(file.follow, settings(engines=told(path, f'[a]\nengine-url = "{a.url}"')))
+        source = partial(
+            by_file.follow_file, settings(engines=told(path, f'[a]\nengine-url = "{a.url}"'))
+        )
         async with running(redis, tmp_path, source) as fleet:
             await until_live(redis, "a")
             follower = fleet.followers["a"]
@@ -79,7 +81,7 @@ async def test_a_table_that_is_wrong_stays_as_it_was_and_others_come_and_go(
         }
         never = f"[never]\n{wrong}\n"
         process = settings(engines=told(path, never + tables["a"] + tables["b"]))
-        async with running(redis, tmp_path, partial(file.follow, process)) as fleet:
+        async with running(redis, tmp_path, partial(by_file.follow_file, process)) as fleet:
             await until_live(redis, "a", "b")
             follower = fleet.followers["a"]
             told(path, f"{tables['a']}{wrong}\n{tables['c']}")
@@ -94,7 +96,7 @@ async def test_a_file_that_is_being_written_ends_no_engine(tmp_path, monkeypatch
     whole = '[a]\nengine-url = "http://a:1"\n[b]\nengine-url = "http://b:1"\n'
     process = settings(engines=told(path, whole))
     seen = []
-    read, looks = file.read, iter(["", whole[:30], whole, whole, "", ""])
+    read, looks = by_file.read_file, iter(["", whole[:30], whole, whole, "", ""])
 
     def read_then_write(process, members):
         read(process, members)
@@ -103,10 +105,10 @@ async def test_a_file_that_is_being_written_ends_no_engine(tmp_path, monkeypatch
     async def last():
         return seen[-1] if seen else set("?")
 
-    monkeypatch.setattr(file, "read", read_then_write)
-    monkeypatch.setattr(file, "LOOK_S", 0.0)
+    monkeypatch.setattr(by_file, "read_file", read_then_write)
+    monkeypatch.setattr(by_file, "LOOK_S", 0.0)
     following = asyncio.create_task(
-        file.follow(process, lambda found: seen.append({*found.engines}))
+        by_file.follow_file(process, lambda found: seen.append({*found.engines}))
     )
     await eventually(last, lambda names: names == set())
     following.cancel()
@@ -140,9 +142,9 @@ URL = 'engine-url = "http://a:1"\n'
 def test_what_is_wrong_in_a_file_is_named(tmp_path, text, said):
     path = told(tmp_path / "engines.toml", text)
     with pytest.raises(ConfigError, match=f"--engines .*{said}"):
-        file.read(settings(engines=path), Members())
+        by_file.read_file(settings(engines=path), Members())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--engines .*none.toml: No such file"):
-        file.read(settings(engines=str(tmp_path / "none.toml")), Members())
+        by_file.read_file(settings(engines=str(tmp_path / "none.toml")), Members())

@@ -18,7 +18,8 @@ from tests.workers.discovery.fleets import (
     until_live,
 )
 from workers.discovery import fleet as discovery
-from workers.discovery.fleet import ANSWERS, FleetChange, plan
+from workers.discovery.engine import ANSWERS
+from workers.discovery.fleet import FleetChange, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 

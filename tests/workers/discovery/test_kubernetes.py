@@ -16,7 +16,7 @@ from tests.workers.discovery.api_server import (
 )
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import kubernetes
-from workers.discovery.fleet import ANSWERS
+from workers.discovery.engine import ANSWERS
 from workers.discovery.kubernetes import Pods
 
 PROCESS = settings(kubernetes_selector="app=vllm", kubernetes_namespace=NAMESPACE)

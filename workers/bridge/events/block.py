@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 from app.core.types import SequenceHash, Tier
 
@@ -37,8 +38,7 @@ def _counted(references: References, place: Place, change: int) -> References:
     return tuple((held, count) for held, count in counts.items() if count)
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct, array_like=True):
     """A block of the engine: one or more of ours, and what its children inherit.
 
     tokens: XXH3_64 of the block's tokens. folder: where its adapter was loaded from; None: that is

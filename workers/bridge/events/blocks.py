@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import repeat
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
 from workers.bridge.events.adapter_folders import AdapterFolders
-from workers.bridge.events.block import Block, Place, References, with_copy, without_copy
+from workers.bridge.events.block import Block, Place, with_copy, without_copy
 from workers.bridge.events.events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -44,13 +45,12 @@ block has left the device."""
 
 
 class HeldBlocks(NamedTuple):
-    """Snapshot of EngineBlocks. group: the one that counts. rows: each block that is held, by its
-    name at the engine, with its references at that moment: blocks change later, references are
-    replaced."""
+    """Snapshot of EngineBlocks. group: the one that counts. rows: each block that is held, as it
+    was, by its name at the engine."""
 
     group: int | None
     chunk_blocks: int
-    rows: list[tuple[BlockHash, Block, References]]
+    rows: list[tuple[BlockHash, Block]]
 
 
 class EngineBlocks:
@@ -118,15 +118,14 @@ class EngineBlocks:
         an engine with windows."""
         if self._pending.num_waiting or self._windows.are_any:
             return None
-        rows = [(name, b, b.references) for name, b in self._known.items() if b.references]
+        rows = [(name, copy(block)) for name, block in self._known.items() if block.references]
         return HeldBlocks(self._group, self.chunk_blocks, rows)
 
     def restore(self, snapshot: HeldBlocks) -> None:
         """Takes over what an EngineBlocks with the same arguments knew; this one knows nothing
         yet."""
         self._group, self.chunk_blocks = snapshot.group, snapshot.chunk_blocks
-        for name, block, references in snapshot.rows:
-            block.references = references
+        for name, block in snapshot.rows:
             self._known[name] = block
             if block.lora_name is not None:
                 self._adapters.restore(block)

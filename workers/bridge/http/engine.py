@@ -19,6 +19,12 @@ DEADLINE_S = 5.0
 _NOT_FOUND = (404, 405)
 
 
+def zmq_host(url: str) -> str:
+    """Returns the host of a URL as ZMQ addresses want it."""
+    host = urlsplit(url).hostname or ""
+    return f"[{host}]" if ":" in host else host
+
+
 class EngineHttp:
     """HTTP interface of the engine at `url`.
 
@@ -34,9 +40,7 @@ class EngineHttp:
 
     @property
     def host(self) -> str:
-        """Returns the host of the URL as ZMQ addresses want it."""
-        host = urlsplit(self.url).hostname or ""
-        return f"[{host}]" if ":" in host else host
+        return zmq_host(self.url)
 
     async def get(self, path: str) -> bytes | None:
         """Returns the body of the answer; None if the engine has no such path.

@@ -8,6 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from app.core.settings.agent import EngineAgentSettings
 from workers.bridge.http import kv_fingerprint
 from workers.bridge.http.facts import EngineFacts
 from workers.bridge.registration import kv_hosts
@@ -97,12 +98,16 @@ async def test_the_first_host_that_answers_counts(monkeypatch):
     assert found["handshake"] == "5f0c" * 4
 
 
+def nixl(url, **more):
+    return EngineAgentSettings(engine_url=url, kv_transfer="nixl", **more)
+
+
 async def test_a_host_is_known_by_its_addresses_too():
-    hosts = await kv_hosts("LOCALHOST", "10.9.8.7", "")
+    hosts = await kv_hosts(nixl("http://LOCALHOST:8000", kv_host="10.9.8.7"))
     assert "localhost" in hosts
     assert {"127.0.0.1", "::1"} & set(hosts)
     assert "10.9.8.7" in hosts
 
 
 async def test_a_host_without_an_address_is_known_by_its_name():
-    assert await kv_hosts("no-such-host.invalid") == ("no-such-host.invalid",)
+    assert await kv_hosts(nixl("http://no-such-host.invalid:8000")) == ("no-such-host.invalid",)
