@@ -1,4 +1,4 @@
-"""One agent process, of an engine of another make beside it, such as vLLM, or of many."""
+"""Process of an agent beside one engine of another make, such as vLLM, or beside many."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
 CONNECTIONS = 4
-"""To each engine, at most."""
+"""Connections to each engine, at most."""
 
 
 async def serve(settings: EngineAgentSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
+    """Runs until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
     given = [name for name in SOURCES if getattr(settings, name)]
     if len(given) > 1:
         flags = (f"--{name.replace('_', '-')}" for name in given)
@@ -99,7 +99,7 @@ async def _serve(
 
 
 def beside(follower: EngineFollower) -> Starlette:
-    """GET /health: 200 while the engine serves, else 503; and why not. GET /metrics."""
+    """Returns GET /health, 200 while the engine serves, else 503, and why not; and GET /metrics."""
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse(_told(follower), 200 if follower.state == "serving" else 503)
@@ -108,8 +108,8 @@ def beside(follower: EngineFollower) -> Starlette:
 
 
 def of_fleet(fleet: EngineFleet) -> Starlette:
-    """GET /health: 200 once it is known which engines there are, else 503; and what each is. GET
-    /metrics."""
+    """Returns GET /health, 200 once it is known which engines there are, else 503, and what each
+    is; and GET /metrics."""
 
     async def health(_: Request) -> JSONResponse:
         engines = {one.worker_id: _told(one) for one in fleet.followers.values()}

@@ -1,4 +1,4 @@
-"""One worker process: an engine, its agent, and its HTTP interface."""
+"""Process of one worker: an engine, its agent, and its HTTP interface."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
 CAPACITY_WORKERS = 16
-"""Unless told otherwise, an index is laid out for this many workers of the first one's size."""
+"""Workers of the first one's size that an index is laid out for, unless told otherwise."""
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Run a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
+    """Runs a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
     if not WORKER_ID.fullmatch(settings.resolved_id()):
         raise ConfigError(
             f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
@@ -123,7 +123,6 @@ async def _serve_worker(
 
 
 async def _run(agent: Agent) -> None:
-    """Run the agent; the worker is routed to once it is registered."""
     await agent.start()
     await agent.run()
 
@@ -160,7 +159,8 @@ async def _new_agent(
 
 
 def host(settings: WorkerSettings) -> HostedEngine:
-    """Blocks for as long as reading a checkpoint takes. Raises ConfigError for a bad setting."""
+    """Returns the engine; blocks for as long as reading a checkpoint takes. Raises ConfigError for
+    a bad setting."""
     if settings.engine == "torch":
         with extra("torch"):
             from workers.engines.torch.loading import load  # torch takes seconds to import
@@ -208,7 +208,6 @@ def _kind(settings: WorkerSettings) -> dict[str, str]:
 
 
 def _transfer(settings: WorkerSettings, engine: SimEngine, stack: ExitStack) -> SimTransfer:
-    """Open as long as `stack` is."""
     link = open_kv_port(settings, _kind(settings), stack)
     leaving = Link(
         bytes_per_s=settings.link_gbit * 1e9 / 8 * settings.speedup,

@@ -1,4 +1,4 @@
-"""What runs in a worker or an agent beside the engine's requests, and how it tries again."""
+"""Tasks of a worker or an agent beside the engine's requests: failures, and further tries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import stamina.instrumentation
 from app.http.supervisor import Tasks
 
 FAILURES = Tasks().failures
-"""Of this process: see app/http/supervisor.py."""
+"""Failures of this process's tasks."""
 
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ async def until_it_works(
     wait_s: float = 0.1,
     wait_max_s: float = 1.0,
 ) -> T:
-    """What the first `attempt` returns that does not raise `on`.
+    """Returns what the first `attempt` returns that does not raise `on`.
 
     what: named in the log. wait_s: pause after the first failure; it grows to wait_max_s.
     """

@@ -1,1 +1,1 @@
-"""What a worker tells Redis about itself."""
+"""Reports of a worker to Redis."""

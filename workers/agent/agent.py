@@ -1,8 +1,8 @@
-"""An engine's agent: registers, renews the lease, publishes metrics, and has ownership published.
+"""Agent of an engine: registers, renews the lease, publishes metrics, and has ownership published.
 
-Each incarnation has one writer. Whatever goes wrong between agent
-and Redis (a lapsed lease, an emptied or failed-over Redis, a lost batch) shows up as a refusal, and
-the response is always the same: a new incarnation, everything published under it, then one switch.
+Each incarnation has one writer. Whatever goes wrong between agent and Redis (a lapsed lease, an
+emptied or failed-over Redis, a lost batch) shows up as a refusal, and the response is always the
+same: a new incarnation, everything published under it, then one switch.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ log = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 1.0
 MAX_RENEWAL_S = 2.0
-"""A worker whose lease is made to lapse, as a request says that it failed, is retired after five
-seconds without a renewal, however long the lease."""
+"""Longest pause between renewals: a worker whose lease is made to lapse, as a request says that it
+failed, is retired after five seconds without one, however long the lease."""
 RECOUNT_BEATS, RECOUNT_WORKERS = 3, 256
-"""Every third renewal has Redis count the worker's load as well, which costs it ten times as much
-with 50 requests; fewer do where there are more workers than that."""
+"""Renewals until one has Redis count the worker's load as well, which costs it ten times as much
+with 50 requests; more where there are more workers."""
 AUDIT_INTERVAL_S = 2.0
-"""How often some blocks and buckets are checked, so that damage done in Redis does not persist: a
+"""Pause between checks of some blocks and buckets, so that damage done in Redis does not persist: a
 pool of 25,000 blocks every 200 s, the 131,072 buckets of a million blocks every 34 minutes."""
 ANNOUNCE_INTERVAL_S = 10.0
 DRAIN_POLL_S = 0.05
 REFUSALS = (NamespaceMismatch, WorkerReplaced)
-"""Why a worker may not be registered; either may change, whatever this process does."""
+"""Reasons for which a worker is not registered; they may pass, whatever this process does."""
 REGISTER_AGAIN_S = 10.0
-"""The longest pause until it is tried again."""
 AUDIT_WORKERS = 64
-"""More workers than this audit less often, so that all audits together take Redis a twentieth of
-its time, where those of 1,000 workers would take all of it."""
+"""Workers above which each audits less often, so that all audits together take Redis a twentieth of
+its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """lease_ttl_s: how long the worker is routed to after its last sign of life.
+    """Settings of a worker's agent. lease_ttl_s: how long the worker is routed to after its last
+    sign of life.
 
     index_blocks: unique blocks that the namespace is laid out for; shards: of its index. Both count
     only if the namespace is new.
@@ -80,12 +80,13 @@ class AgentSettings:
 
 
 class Agent:
-    """start, run, stop. info: may be replaced, and routers know a heartbeat later.
+    """Agent of one worker: start, run, stop. info, ill: may be replaced, and routers know a
+    heartbeat later.
 
-    Every 100 ms, less often in a fleet of more than 256 workers, `measure` and
-    `read_gpu` are asked for what to publish, and `judge` at each renewal for how much of what the
-    engine holds is known. What was reserved by then is asked of Redis, unless
-    `measure` says it: it has to, of what it was told a while ago."""
+    Every 100 ms, less often in a fleet of more than 256 workers, `measure` and `read_gpu` return
+    what to publish, and at each renewal `judge` how much of what the engine holds is known. What
+    routers have reserved is asked of Redis, unless `measure` says it.
+    """
 
     def __init__(
         self,
@@ -99,19 +100,17 @@ class Agent:
     ) -> None:
         self.info = info
         self.ill = ""
-        """Why its engine is to get no requests, as far as it can be done without; "": it is well.
-        May be set, and Redis knows a heartbeat later."""
+        """Why its engine is to get no requests if others can take them; "": it is well."""
         self.findings: Callable[[], tuple[str, ...]] = tuple
-        """What is wrong, besides what is left out of `info`."""
         self.same = ""
-        """That another worker has its engine, and gets the requests; "": its engine is its own."""
+        """Finding that another worker has its engine, and gets the requests; "": none has."""
         self.is_out = False
-        """Whether it gets none, as Redis last said."""
+        """Whether it gets no requests, as Redis last said."""
         self.refused = ""
         """Why the worker is not registered; "": it is, or it is about to be."""
         self.incarnation: Incarnation | None = None
         self.num_leases = 1
-        """How many incarnations of workers there were at the last renewal."""
+        """Incarnations of workers at the last renewal."""
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.lease_ttl_s * 1000)
@@ -120,20 +119,17 @@ class Agent:
         self._read_gpu = read_gpu
         self._nonce = secrets.token_hex(4)
         self._staged: Incarnation | None = None
-        """Registered, but not routed to yet."""
+        """Incarnation that is registered, but not routed to yet."""
         self._drains = False
         """Whether Redis last said that the worker is out of service, which it may lose."""
         self._is_lost = False
-        """Whether what is published has come to an end, after which all of it is void."""
         self._tainted_in: str | None = None
-        """The life of its engine in which Redis last said that it is tainted."""
+        """Life of its engine in which Redis last said that it is tainted."""
         self._told_late: int | None = None
-        """Late fetches from its engine that Redis was last told of."""
         self._judge = judge
         self._rung = TOP
-        """As last told."""
         self._due: int | None = None
-        """Redis knows all that the engine holds once it has been told of so many notices."""
+        """Notices after which Redis knows all that the engine holds."""
         self._publisher = Publisher(
             runner, keyspace, info.key, self._nonce, settings.index_blocks, info.reuse_rule
         )
@@ -141,22 +137,18 @@ class Agent:
     @property
     def is_tainted(self) -> bool:
         """Whether nothing is routed here before the engine has begun anew, or dropped what it
-        holds, which `info` then says."""
+        holds."""
         return self._tainted_in == self.info.engine_life
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
-        """See Publisher."""
         self._publisher.notify(events)
 
     async def published(self) -> bool:
-        """See Publisher."""
         return await self._publisher.published()
 
     async def start(self) -> None:
-        """Register: from here on the worker is routed to, and its previous life's blocks are void.
-
-        Waits for Redis, and for a namespace that takes it, as long as it takes.
-        """
+        """Registers: from here on the worker is routed to, and its previous life's blocks are void.
+        Waits for Redis, and for a namespace that takes it, as long as it takes."""
         activated = False
         while not activated:
             self.incarnation = (await self._register()).incarnation
@@ -164,7 +156,8 @@ class Agent:
         log.info("%s registered as incarnation %d", self.info.key, self.incarnation)
 
     async def run(self) -> None:
-        """Run until cancelled. If another process takes the key over, wait until that has ended."""
+        """Runs until cancelled. If another process takes the key over, waits until that has
+        ended."""
         async with asyncio.TaskGroup() as tasks:
             for task, run in {
                 "lease": self._keep_lease,
@@ -176,11 +169,11 @@ class Agent:
                 tasks.create_task(supervised(task, run, FAILURES))
 
     async def drain(self, timeout_s: float, is_idle: Callable[[], bool] = lambda: True) -> bool:
-        """While `run` runs: from now on nobody is routed here; waits until no request is left.
+        """Has nothing routed here from now on, and waits until no request is left. Returns False if
+        some are left after timeout_s. Call while `run` runs.
 
-        is_idle: whether the engine, which others may use as well, has none either. False: after
-        timeout_s some are left. Where Redis has been away for as long as a lease, the engine alone
-        says it.
+        is_idle: whether the engine, which others may use as well, has none either. Where Redis has
+        been away for as long as a lease, the engine alone says it.
         """
         call = leases.drain(self._keyspace, self.info.key)
         left: int | None = None
@@ -201,10 +194,8 @@ class Agent:
         return False
 
     async def stop(self) -> None:
-        """Retire, so that nobody is routed here for the rest of the lease.
-
-        Not while `run` runs, which would take that for a loss.
-        """
+        """Retires, so that nothing is routed here for the rest of the lease. Call once `run` has
+        ended, which would take that for a loss."""
         leased = [inc for inc in (self.incarnation, self._staged) if inc is not None]
         if not leased:
             return
@@ -216,10 +207,10 @@ class Agent:
         self._publisher.stop(is_retired=self.incarnation is None)
 
     async def _register(self, previous: Incarnation | None = None) -> leases.Registration:
-        """A new incarnation, which may publish in every shard and has published nothing.
+        """Returns a new incarnation, which may publish in every shard and has published nothing.
 
-        previous: this process's last incarnation. Waits for as long as another process has the key,
-        and renews its lease, or as the namespace is not one for this worker.
+        previous: this process's last incarnation. Waits while another process has the key and
+        renews its lease, and while the namespace is not one for this worker.
         """
         call = leases.register(
             self._keyspace,
@@ -254,9 +245,9 @@ class Agent:
             await self._publisher.insist(self._retire(registration.incarnation))
 
     async def _keep_lease(self) -> None:
-        """Renew three times per lease and every MAX_RENEWAL_S, for the staged incarnation as well.
+        """Renews three times per lease and every MAX_RENEWAL_S, for the staged incarnation as well.
 
-        If an attempt took longer than the interval, renew at once: with a pause on top, an agent
+        If an attempt took longer than the interval, renews at once: with a pause on top, an agent
         that missed one answer would lose its lease though Redis is back in time.
         """
         loop = asyncio.get_running_loop()
@@ -304,7 +295,6 @@ class Agent:
         )
 
     def _told(self) -> WorkerInfo:
-        """What the worker is to be registered as now."""
         rung = self._judge()
         if rung.trust is not Trust.EXACT:
             self._due = None
@@ -339,7 +329,6 @@ class Agent:
             self._publisher.audit_soon()
 
     async def _publish(self) -> None:
-        """Publish under the incarnation, and whenever it is lost, under a new one."""
         while True:
             try:
                 if self._is_lost:
@@ -354,10 +343,8 @@ class Agent:
                 raise
 
     async def _resync(self) -> None:
-        """A new incarnation, everything under it, one switch. See lua/register.lua.
-
-        Raises IncarnationLost if the new one is lost as well.
-        """
+        """Makes a new incarnation, publishes everything under it, and switches once. Raises
+        IncarnationLost if the new one is lost as well."""
         registration = await self._register(self.incarnation)
         new = registration.incarnation
         self._staged = new
@@ -378,7 +365,7 @@ class Agent:
         log.info("%s resynced as incarnation %d", self.info.key, new)
 
     async def _announce(self) -> None:
-        """Have the directory of models know which ones this worker serves."""
+        """Has the directory of models know which ones this worker serves."""
         refused: dict[str, str] = {}
         left_out: tuple[str, ...] = ()
         while True:
@@ -414,7 +401,7 @@ class Agent:
         )
 
     async def reserved(self) -> Load | None:
-        """What routers have reserved on the worker now; None: Redis does not say."""
+        """Returns what routers have reserved on the worker now; None: Redis does not say."""
         if self.incarnation is None:
             return None
         with suppress(RedisUnavailable):
@@ -422,15 +409,15 @@ class Agent:
         return None
 
     async def _tell_late(self, late: int | None) -> None:
-        """Before anybody hears that its engine has counted nothing since, Redis knows of what it
-        has. Raises RedisUnavailable."""
+        """Tells Redis of late fetches before anybody hears that the engine has counted none since.
+        Raises RedisUnavailable."""
         if late and late != self._told_late:
             targets = await self._runner.one(leases.fetched_late(self._keyspace, self.info.key))
             log.error("%s: KV was fetched late, perhaps by %s", self.info.key, targets or "nobody")
         self._told_late = late
 
     async def _publish_metrics(self) -> None:
-        """Publish only the latest value: a tick that Redis does not take is not retried."""
+        """Publishes only the latest value: a tick that Redis does not take is not retried."""
         while True:
             await asyncio.sleep(metrics_interval_s(self.num_leases))
             metrics, speed = self._measured()

@@ -1,4 +1,4 @@
-"""Which GPU a worker runs on, and that GPU's readings.
+"""GPU that a worker runs on, and its readings.
 
 No GPU, no driver, a driver that hangs, and a GPU that vanishes and comes back are normal cases.
 """
@@ -19,31 +19,28 @@ log = logging.getLogger(__name__)
 
 NO_GPU = "cpu"
 START_TIMEOUT_S = 10.0
-"""A sleeping driver takes seconds to wake up."""
+"""Deadline of a sleeping driver, which takes seconds to wake up."""
 STOP_TIMEOUT_S = 1.0
 READ_INTERVAL_S = 1.0
-"""As a rule, a driver takes its own samples no more often than this."""
 MAX_AGE_S = 3.0
-"""If there is no answer for this long, the last readings no longer count."""
+"""Seconds without an answer after which the last readings no longer count."""
 RETRY_S = 10.0
-"""Between two attempts to find a GPU that is not there."""
 
 _CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
 
 
 class GpuMonitor:
-    """Reads one of the GPUs that CUDA shows this process, once a second: start, latest, stop.
+    """Reader of one of the GPUs that CUDA shows this process, once a second: start, latest, stop.
 
     Nothing here raises, and only start and stop wait, for up to START_TIMEOUT_S and STOP_TIMEOUT_S.
     All driver calls are made by one daemon thread, which no executor would wait for at the end of
     the process: a call that hangs holds up nothing else.
+
+    cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set. index: N of CUDA's
+    `cuda:N`; None: no GPU is in use.
     """
 
     def __init__(self, cuda_visible_devices: str | None, index: int | None = 0) -> None:
-        """cuda_visible_devices: the variable CUDA_VISIBLE_DEVICES; None: it is not set.
-
-        index: N of CUDA's `cuda:N`; None: no GPU is in use.
-        """
         if index is None:
             self._wanted = ""
         elif cuda_visible_devices is None:
@@ -52,7 +49,6 @@ class GpuMonitor:
             self._wanted = "".join(cuda_visible_devices.split(",")[index : index + 1]).strip()
         self._name = NO_GPU
         self._latest = (NO_READINGS, 0.0)
-        """The readings, and when they were taken."""
         self._present = False
         self._silent = False
         self._looked = threading.Event()
@@ -60,7 +56,8 @@ class GpuMonitor:
         self._thread = threading.Thread(target=self._run, name="gpu-monitor", daemon=True)
 
     def start(self) -> str:
-        """Name of the GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else `cpu`."""
+        """Returns the name of the GPU as its driver gives it, such as `NVIDIA H100 80GB HBM3`; else
+        `cpu`."""
         if not _CUDA_DEVICE.fullmatch(self._wanted):
             # Hidden from this process, or not in use: leave the driver alone.
             return NO_GPU
@@ -70,7 +67,7 @@ class GpuMonitor:
         return self._name
 
     def latest(self) -> GpuReadings:
-        """The last readings; NO_READINGS while there is no GPU, or its driver is silent."""
+        """Returns the last readings; NO_READINGS while there is no GPU, or its driver is silent."""
         readings, at = self._latest
         silent = readings != NO_READINGS and time.monotonic() - at > MAX_AGE_S
         if silent and not self._silent:
@@ -79,7 +76,6 @@ class GpuMonitor:
         return NO_READINGS if silent else readings
 
     def stop(self) -> None:
-        """After this, no driver call is made, except one that already hangs."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
@@ -125,7 +121,8 @@ class GpuMonitor:
 
 
 def _find(nvml: Any, wanted: str) -> Any:
-    """The device that an entry of CUDA_VISIBLE_DEVICES means. Raises NVMLError: there is none.
+    """Returns the device that an entry of CUDA_VISIBLE_DEVICES means. Raises NVMLError: there is
+    none.
 
     Numbers follow PCI bus order. So do CUDA's if all GPUs are alike, or with
     CUDA_DEVICE_ORDER=PCI_BUS_ID. A prefix of a GPU's UUID is enough if no other UUID begins with
@@ -147,14 +144,16 @@ def _find(nvml: Any, wanted: str) -> Any:
 
 
 def _read(nvml: Any, device: Any) -> GpuReadings:
-    """Takes 50 ms: each PCIe direction is sampled for 20. Raises NVMLError: nothing can be read.
+    """Returns the readings, after 50 ms: each PCIe direction is sampled for 20. Raises NVMLError:
+    nothing can be read.
 
     For a MIG instance, memory is the instance's own; what only the whole card has is the card's.
     """
     errors: list[Exception] = []
 
     def ask(question: Callable[[], Any]) -> Any:
-        """The answer, or None: anything may be unsupported, and not all cards say so alike."""
+        """Returns the answer, or None: anything may be unsupported, and not all cards say so
+        alike."""
         try:
             return question()
         except nvml.NVMLError as error:

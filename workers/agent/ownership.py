@@ -1,4 +1,5 @@
-"""What a worker publishes of its cache: prefix-closed, and never faster further down a chain.
+"""Blocks that a worker publishes of its cache: prefix-closed, and never faster further down a
+chain.
 
 A block is published only while all its ancestors are held, and in the slowest tier on its path from
 the root. This invariant makes a bisecting query exact. The agent maintains it, because only the
@@ -18,7 +19,7 @@ from app.core.types import SequenceHash, Tier
 from app.state.index import Change, IndexClaims
 
 PIECE_BITS = 4
-"""Of a leader: how finely blocks of one depth are cut into pieces."""
+"""Bits of a leader by which blocks of one depth are cut into pieces."""
 
 
 class _Node:
@@ -46,17 +47,17 @@ class _Node:
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
         self.linked = False
-        """Is the parent known? Only once the block has been stored."""
+        """Whether the parent is known: only once the block has been stored."""
         self.children: SequenceHash | set[SequenceHash] | None = None
         """Most nodes have one child, which is stored here without a set."""
         self.held = 0
         """Bit 1 << tier for each tier that holds the block."""
         self.wanted: Tier | None = None
-        """The tier that Redis should show it in."""
+        """Tier that Redis should show the block in."""
         self.published: Tier | None = None
-        """The tier that Redis shows it in, once it has all that was drained."""
+        """Tier that Redis shows the block in, once it has all that was drained."""
         self.depth = 0
-        """Blocks before it in its chain; valid whenever it is wanted or published."""
+        """Blocks before this one in its chain; valid whenever it is wanted or published."""
         self.root: SequenceHash | None = None
         self.leader: SequenceHash | None = None
         """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
@@ -65,7 +66,7 @@ class _Node:
         it is wanted and not all are such."""
         self.back: Back = 0
         self.published_back: Back = 0
-        """Where Redis should say, and says, that the engine goes on after it."""
+        """Ways back that Redis should say (back), and says, if a prompt leaves its chain here."""
 
     def each_child(self) -> Iterable[SequenceHash]:
         children = self.children
@@ -107,7 +108,7 @@ _FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 
 
 
 class _ShownBlock(NamedTuple):
-    """How Redis shows a block."""
+    """A block as Redis shows it."""
 
     tier: Tier
     back: Back
@@ -117,7 +118,7 @@ class _ShownBlock(NamedTuple):
 
 
 _Pieces = dict[int, set[SequenceHash]]
-"""A shard's pending blocks, cut so that pieces may be sent one after the other, lowest key first.
+"""Pending blocks of a shard, cut so that pieces may be sent one after the other, lowest key first.
 
 Removals and moves to a slower tier have keys below 0, the deepest piece the lowest; stores and
 moves to a faster tier follow, from the root outward.
@@ -136,36 +137,32 @@ class Ownership:
     def __init__(self, rule: ReuseRule = EVERY_BLOCK) -> None:
         self._rule = rule
         self._ends: set[SequenceHash] | None = None
-        """After which blocks the engine can go on; None: after all."""
+        """Blocks after which the engine can go on; None: all."""
         self._lookahead = 0
         self._recomputed = 0
         self._nodes: dict[SequenceHash, _Node] = {}
         self._gone: dict[SequenceHash, _ShownBlock] = {}
         """Published blocks that no longer have a node."""
         self._pending: list[_Pieces] = [{}]
-        """By shard."""
         self._before: list[dict[SequenceHash, tuple[Tier | None, Back]]] = [{}]
-        """For blocks that a shard's last drain stored or made faster: what it knew before."""
+        """Tier and way back that each shard knew of the blocks which its last drain stored or made
+        faster."""
         self._audit: list[SequenceHash] = []
         self.num_wanted = dict.fromkeys(Tier, 0)
-        """By tier, how many blocks Redis shows once all is published."""
+        """Blocks that Redis shows once all is published, by tier."""
 
     @property
     def num_pending(self) -> int:
-        """How many blocks are not published as wanted."""
         return sum(len(blocks) for pieces in self._pending for blocks in pieces.values())
 
     @property
     def any_pending(self) -> bool:
-        """Is there anything to drain?"""
         return any(self._pending)
 
     def is_pending(self, shard: int) -> bool:
-        """Is there anything to drain for that shard?"""
         return bool(self._pending[shard])
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
-        """Take in what the engine did, in order."""
         for event in events:
             match event:
                 case Stored():
@@ -179,7 +176,7 @@ class Ownership:
                     self._mark(event)
 
     def next_to_audit(self, count: int) -> list[list[SequenceHash]]:
-        """The next `count` blocks, in rotation, that Redis should show, by shard."""
+        """Returns the next `count` blocks, in rotation, that Redis should show, by shard."""
         if not self._audit:
             self._audit = [b for b, node in self._nodes.items() if node.published is not None]
         blocks = self._audit[-count:]
@@ -192,7 +189,7 @@ class Ownership:
         return by_shard
 
     def as_published(self, shard: int, blocks: Iterable[SequenceHash]) -> list[Change]:
-        """How that shard should show those of `blocks` that are published in it."""
+        """Returns how that shard should show those of `blocks` that are published in it."""
         each_published = [(block, self._published(block)) for block in blocks]
         return [
             Change(block, published.tier, published.leader, published.back)
@@ -217,7 +214,7 @@ class Ownership:
         return True
 
     def drain(self, shard: int, at_least: int = sys.maxsize) -> list[Change]:
-        """A shard's next changes, in an order that may be cut into batches anywhere.
+        """Returns a shard's next changes, in an order that may be cut into batches anywhere.
 
         Removals and moves to a slower tier come first, from the leaves inward; stores and moves to
         a faster tier follow, from the root outward. So the invariant holds after every change.
@@ -253,7 +250,7 @@ class Ownership:
         return change.block in self._before[shard]
 
     def take_back(self, shard: int, changes: Iterable[Change]) -> None:
-        """Take back what Redis refused: all that the last drain `adds` from some point on."""
+        """Takes back what Redis refused: all that the last drain `adds` from some point on."""
         for block, *_ in changes:
             before, back = self._before[shard].pop(block)
             node = self._nodes.get(block)
@@ -267,7 +264,7 @@ class Ownership:
                 self._gone[block] = self._gone[block]._replace(tier=before, back=back)
 
     def forget(self, shards: int = 1) -> None:
-        """Redis knows nothing of this worker (any more): the next drain sends everything.
+        """Forgets what Redis knows of this worker: the next drain sends everything.
 
         shards: how many the index has from now on.
         """
@@ -338,7 +335,7 @@ class Ownership:
             self._prune(block, node)
 
     def _prune(self, block: SequenceHash, node: _Node) -> None:
-        """Drop `node`, and the holes above it, as long as nothing is held in or below them."""
+        """Drops `node`, and the holes above it, as long as nothing is held in or below them."""
         while not node.held and node.children is None:
             del self._nodes[block]
             self._bury(block, node)
@@ -361,7 +358,6 @@ class Ownership:
             pieces.setdefault(~_piece(gone.depth, gone.leader), set()).add(block)
 
     def _bury(self, block: SequenceHash, node: _Node) -> None:
-        """Remember what Redis knows of a block that no longer has a node."""
         if node.published is not None:
             self._gone[block] = node.as_published(node.published)
 
@@ -372,7 +368,7 @@ class Ownership:
         return None if node.published is None else node.as_published(node.published)
 
     def _note(self, block: SequenceHash, node: _Node) -> None:
-        """Mark a wanted or published block as pending if it is not published as wanted."""
+        """Marks a wanted or published block as pending if it is not published as wanted."""
         assert node.root is not None
         assert node.leader is not None
         pieces = self._pending[self._shard_of(node.root)]
@@ -395,7 +391,6 @@ class Ownership:
         return None if above is None else max(above, fastest)
 
     def _update(self, block: SequenceHash) -> None:
-        """Bring `block` and its descendants up to date."""
         stack = [block]
         while stack:
             block = stack.pop()
@@ -422,7 +417,6 @@ class Ownership:
             stack.extend(node.each_child())
 
     def _mark(self, event: Ends) -> None:
-        """The engine can, or can no longer, go on after the event's blocks."""
         use = event.lookahead, event.recomputed
         if self._ends is None or use != (self._lookahead, self._recomputed):
             self._lookahead, self._recomputed = use
@@ -438,8 +432,8 @@ class Ownership:
                 self._measure(block)
 
     def _measure(self, block: SequenceHash, *, is_whole: bool = False) -> None:
-        """Bring up to date where the engine goes on after `block` and those of its descendants that
-        depend on it, or after all of them."""
+        """Brings up to date where the engine goes on after `block` and those of its descendants
+        that depend on it, or after all of them."""
         # Past an end nothing depends on what is before it, but how far an engine looks ahead.
         stack: list[tuple[SequenceHash, int | None]] = [(block, None)]
         while stack:
@@ -465,15 +459,15 @@ class Ownership:
         return 1 + (self._nodes[node.parent].since_end if node.parent is not None else 0)
 
     def _back(self, node: _Node) -> Back:
-        """What to say of where the engine goes on if a prompt leaves its chain after this block."""
+        """Returns where the engine goes on if a prompt leaves its chain after this block."""
         held = node.depth + 1
         last = self._last_end(node, self._lookahead)
         before = self._last_end(node, 1) if last == held else last
         return self._rule.back(held, last, before)
 
     def _last_end(self, node: _Node, above: int) -> int:
-        """How many blocks lead to where the engine goes on that uses the last end which is so many
-        blocks above this one, or more."""
+        """Returns how many blocks lead to where the engine goes on that uses the last end which is
+        so many blocks above this one, or more."""
         for _ in range(above):
             if node.parent is None:
                 return 0
@@ -482,7 +476,8 @@ class Ownership:
 
 
 def _piece(depth: int, leader: SequenceHash) -> int:
-    """Key of the piece of a block that is stored or made faster; `~` of it, of any other.
+    """Returns the key of the piece of a block that is stored or made faster; of any other it is `~`
+    of that.
 
     The blocks of a group are in one piece, and none of its ancestors in another one of its depth.
     """

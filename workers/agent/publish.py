@@ -32,47 +32,51 @@ log = logging.getLogger(__name__)
 BATCH_BLOCKS = 256
 """Changes per script run: under a millisecond of Redis's time."""
 BATCHES_IN_FLIGHT = 8
-"""At most, and the fewer the longer Redis takes: agents that all republish at once would else keep
-routers waiting for seconds, and each other's renewals."""
+"""Most batches in flight; fewer the longer Redis takes: agents that all republish at once would
+else keep routers waiting for seconds, and each other's renewals."""
 BUSY_S = 0.02
-"""A round trip that takes longer means that Redis is busy."""
+"""Duration of a round trip above which Redis counts as busy."""
 BUSY_PAUSES = 2
-"""How many times as long an agent then waits before it sends more, for MAX_PAUSE_S at most."""
+"""Round trips for which an agent then waits before it sends more, MAX_PAUSE_S at most."""
 MAX_PAUSE_S = 1.0
 DRAIN_BLOCKS = 8192
 """Changes put in order at once: tens of milliseconds, where a million would outlast the lease."""
 FULL_PAUSE_S = 0.25
-"""Between two attempts to store blocks in a Redis that is full. Removals wait as long."""
+"""Pause between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_BLOCKS = 256
-"""Checked by an audit of all shards, for half a millisecond of Redis's time."""
+"""Blocks that an audit of all shards checks, for half a millisecond of Redis's time."""
 AUDIT_BUCKETS = 128
-"""Just as often, this many buckets of each shard are searched for blocks that the worker does not
-hold; a large one, 1,000 blocks at a time."""
+"""Buckets of each shard that are searched as often for blocks that the worker does not hold; a
+large one, 1,000 blocks at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class _Shard:
-    """How far publishing under the present incarnation has come in one shard of the index."""
+    """Progress of publishing under the present incarnation in one shard of the index."""
 
     number: int
     keyspace: Keyspace
     seq: int = 0
     """Number of the last batch applied."""
     num_notified: int = 0
-    """How many calls of `notify` it shows the effect of."""
+    """Calls of `notify` that it shows the effect of."""
     to_audit: list[SequenceHash] | None = None
-    """The blocks to look for; None: no audit is due."""
+    """Blocks to look for; None: no audit is due."""
     search_from: index.Place = index.FIRST_PLACE
-    """Where the search for wrongly shown blocks resumes."""
+    """Place where the search for wrongly shown blocks resumes."""
     is_full: bool = False
-    """Had no memory left for the last blocks to be stored."""
+    """Whether it had no memory left for the last blocks to be stored."""
     is_unreachable: bool = False
-    """An answer did not come in time."""
     task: asyncio.Task[None] | None = None
 
 
 class Publisher:
-    """`open` an incarnation, then `publish` under it; `notify` it of what the engine does."""
+    """Publisher of one worker's blocks: `open` an incarnation, then `publish` under it; `notify` it
+    of what the engine does.
+
+    nonce: of the process. index_blocks: unique blocks that a new index is laid out for. rule: as
+    the worker registers it.
+    """
 
     def __init__(
         self,
@@ -83,8 +87,6 @@ class Publisher:
         index_blocks: int,
         rule: ReuseRule = EVERY_BLOCK,
     ) -> None:
-        """nonce: of the process. index_blocks: unique blocks that a new index is laid out for.
-        rule: as the worker registers it."""
         self._runner = runner
         self._keyspace = keyspace
         self._worker = worker
@@ -94,17 +96,15 @@ class Publisher:
         self._shards: list[_Shard] = []
         """Empty while nothing is published."""
         self.num_notified = 0
-        """How often `notify` was called."""
         self._in_flight = 1
-        """Batches to send together next time."""
         self._loss: IncarnationLost | None = None
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-        """Set, and replaced, when a shard has come further, or has become unreachable."""
+        """Event that is set, and replaced, when a shard has come further, or has become
+        unreachable."""
 
     @property
     def num_shards(self) -> int:
-        """Of the index, as last opened."""
         return len(self._shards)
 
     def has_published(self, num_notified: int) -> bool:
@@ -114,21 +114,18 @@ class Publisher:
 
     @property
     def num_wanted(self) -> Mapping[Tier, int]:
-        """By tier, how many blocks Redis shows once all is published."""
         return self._ownership.num_wanted
 
     def notify(self, events: Iterable[CacheEvent]) -> None:
-        """Take in what the engine did; never blocks. See Ownership for what bounds the backlog."""
+        """Takes in what the engine did; never blocks. Ownership bounds the backlog."""
         self._ownership.apply(events)
         self.num_notified += 1
         if self._ownership.any_pending:
             self._wake.set()
 
     async def published(self) -> bool:
-        """Wait until Redis shows no block that `notify` was told is gone.
-
-        False: a shard that cannot be reached may show such a block until it is back.
-        """
+        """Waits until Redis shows no block that `notify` was told is gone. Returns False if a shard
+        that cannot be reached may show such a block until it is back."""
         notified = self.num_notified
         while behind := [shard for shard in self._shards if shard.num_notified < notified]:
             if all(shard.is_unreachable for shard in behind):
@@ -138,17 +135,15 @@ class Publisher:
         return True
 
     def audit_soon(self) -> None:
-        """Have the shards audited, each once it has been sent all pending changes."""
+        """Has the shards audited, each once it has been sent all pending changes."""
         by_shard = self._ownership.next_to_audit(AUDIT_BLOCKS)
         for shard, blocks in zip(self._shards, by_shard, strict=True):
             shard.to_audit = blocks
         self._wake.set()
 
     async def open(self, incarnation: Incarnation, num_shards: int) -> bool:
-        """Let a new incarnation publish. Nothing is published yet of what the engine holds.
-
-        False: in some shard its number is taken, and nothing has changed here.
-        """
+        """Lets a new incarnation publish, of which nothing is published yet. Returns False, having
+        changed nothing here, if its number is taken in some shard."""
         shards = [_Shard(n, self._keyspace.of_shard(n)) for n in range(num_shards)]
         bits = bucket_bits_for(self._index_blocks // num_shards)
         calls = [
@@ -161,17 +156,15 @@ class Publisher:
         return True
 
     async def publish_all(self, incarnation: Incarnation) -> None:
-        """Send everything once. Raises IncarnationLost if a batch is refused."""
+        """Sends everything once. Raises IncarnationLost if a batch is refused."""
         async with asyncio.TaskGroup() as tasks:
             sent = [tasks.create_task(self._send(shard, incarnation)) for shard in self._shards]
         if not all(task.result() for task in sent):
             raise IncarnationLost(f"incarnation {incarnation}: a batch was refused")
 
     async def publish(self, incarnation: Incarnation) -> None:
-        """Send what changes, and audit when told to, until the incarnation is lost.
-
-        Raises IncarnationLost. What was being sent is then void.
-        """
+        """Sends what changes, and audits when told to, until the incarnation is lost. Raises
+        IncarnationLost: what was being sent is void."""
         self._loss = None
         self._wake.set()
         # One task per shard, so that an unreachable shard does not hold up the others.
@@ -188,12 +181,12 @@ class Publisher:
         raise self._loss
 
     def interrupt(self, loss: IncarnationLost) -> None:
-        """Have `publish` raise this."""
+        """Has `publish` raise `loss`."""
         self._loss = loss
         self._wake.set()
 
     def stop(self, *, is_retired: bool) -> None:
-        """Let go whoever waits in `published`, as nothing is published any more.
+        """Lets go of those that wait in `published`, as nothing is published any more.
 
         is_retired: Redis shows no block. If not, it may show removed ones until the lease lapses.
         """
@@ -204,10 +197,8 @@ class Publisher:
         self._advance()
 
     async def insist(self, call: Call[T]) -> T:
-        """The answer to a call that may safely run twice, however long Redis takes.
-
-        Meanwhile nobody waits in `published`.
-        """
+        """Returns the answer to a call that may safely run twice, however long Redis takes.
+        Meanwhile nobody waits in `published`."""
         answer: T = (await self._insist_all([call], self._shards))[0]
         return answer
 
@@ -242,7 +233,7 @@ class Publisher:
     async def _publish_to(
         self, shard: _Shard, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
     ) -> None:
-        """Send a shard its changes, and audit what it shows unless `to_audit` is None."""
+        """Sends a shard its changes, and audits what it shows unless `to_audit` is None."""
         notified = self.num_notified
         try:
             if not await self._send(shard, incarnation):
@@ -278,10 +269,8 @@ class Publisher:
         progress.set()
 
     async def _send(self, shard: _Shard, incarnation: Incarnation) -> bool:
-        """Apply what has changed. False: a batch was refused, and the rest not sent.
-
-        Blocks that Redis has no memory for are left for later.
-        """
+        """Applies what has changed. Returns False if a batch was refused, and the rest not sent.
+        Blocks that Redis has no memory for are left for later."""
         reply: bool | RedisFull = True
         is_more = True
         while is_more and reply is True:
@@ -296,10 +285,11 @@ class Publisher:
     async def _apply(
         self, shard: _Shard, incarnation: Incarnation, changes: Sequence[Change]
     ) -> bool | RedisFull:
-        """Apply a drain's changes in numbered batches, a few per round trip.
+        """Applies a drain's changes in numbered batches, a few per round trip. Returns the first
+        reply that is not True, if there is one.
 
         A round trip that failed half-way is sent again as a whole: batches already applied are
-        recognised by their numbers. Returns the first reply that is not True, if there is one.
+        recognised by their numbers.
         """
         essential = list(takewhile(lambda c: not self._ownership.adds(shard.number, c), changes))
         batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
@@ -332,7 +322,6 @@ class Publisher:
         return True
 
     async def _yield_to_others(self, took_s: float, *, is_more: bool) -> None:
-        """Adapt to how busy Redis was in the last round trip."""
         if took_s <= BUSY_S:
             self._in_flight = min(2 * self._in_flight, BATCHES_IN_FLIGHT)
         else:
@@ -352,7 +341,7 @@ class Publisher:
     async def _audit(
         self, shard: _Shard, incarnation: Incarnation, blocks: Iterable[SequenceHash]
     ) -> None:
-        """Check that a shard shows what was published. Raises IncarnationLost if it does not."""
+        """Checks that a shard shows what was published. Raises IncarnationLost if it does not."""
         entries = self._ownership.as_published(shard.number, blocks)
         audit = index.audit(
             shard.keyspace,

@@ -1,1 +1,1 @@
-"""Finds engines, so that one agent process is the agent of many."""
+"""Sources of engines, so that one agent process is the agent of many."""

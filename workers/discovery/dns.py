@@ -21,17 +21,18 @@ log = logging.getLogger(__name__)
 LOOK_S = 5.0
 DEADLINE_S = 5.0
 GONE_S = 600.0
-"""Name servers that give some of the addresses give others with the next answers, and what asks
-them may keep an answer for minutes."""
+"""Seconds until an engine that answers lack is gone: name servers that give some of the addresses
+give others with the next answers, and what asks them may keep an answer for minutes."""
 TARGET_S = 2.0
-"""For the address of a target that does not come with the records, within DEADLINE_S."""
+"""Deadline of the address of a target that does not come with the records, within DEADLINE_S."""
 UDP_BYTES = 1232
-"""Without a size, Consul answers with three records at most. What is larger comes over TCP."""
+"""Size of answers that are asked for: without one, Consul answers with three records at most. What
+is larger comes over TCP."""
 
 Place = tuple[str, int]
 """Address and port."""
 Look = Callable[[], Awaitable[set[Place]]]
-"""By which a name is looked up. Raises OSError while nobody says what it has."""
+"""Returns what a name has now. Raises OSError while nobody says it."""
 
 
 def look_of(text: str) -> Look:
@@ -51,7 +52,7 @@ def look_of(text: str) -> Look:
 
 
 async def addresses(name: str, port: int) -> set[Place]:
-    """Those of the older family if there are any, as an engine may have one of each. Raises
+    """Returns those of the older family if there are any, as an engine may have one of each. Raises
     OSError."""
     look_up = partial(asyncio.get_running_loop().getaddrinfo, name, port, type=socket.SOCK_STREAM)
     try:
@@ -67,8 +68,8 @@ async def addresses(name: str, port: int) -> set[Place]:
 
 
 async def srv_places(new_resolver: Callable[[], Any], name: str) -> set[Place]:
-    """One for each record, as its target may have an address of either family. The records'
-    priorities and weights do not count. Raises OSError."""
+    """Returns one place for each record, as its target may have an address of either family. The
+    records' priorities and weights do not count. Raises OSError."""
     from dns.exception import DNSException
     from dns.rdatatype import AAAA, A
 
@@ -100,12 +101,11 @@ async def srv_places(new_resolver: Callable[[], Any], name: str) -> set[Place]:
 
 
 def _first(addresses: Iterable[str]) -> str:
-    """Always the same one, of the older family if there is any."""
+    """Returns always the same one, of the older family if there is any."""
     return min(addresses, key=lambda address: (":" in address, address))
 
 
 def worker_at(address: str, port: int) -> str:
-    """The worker id of the engine there."""
     return f"{address}-{port}".replace(":", "-")
 
 
@@ -117,7 +117,7 @@ def engine_at(process: EngineAgentSettings, address: str, port: int) -> Discover
 
 
 async def follow(process: EngineAgentSettings, look: Look, tell: Tell) -> None:
-    """Tell of the engines at these places, time and again. While nobody knows the name, all stays
+    """Tells of the engines at these places, time and again. While nobody knows the name, all stays
     as it was: an engine that is gone does not answer."""
     members = Members()
     while True:

@@ -1,4 +1,4 @@
-"""What is known of an engine before it is asked, and the agent's settings for it."""
+"""An engine before it is asked, the agent's settings for it, and what a source lists."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ENGINE_SETTINGS = frozenset(
 FIELDS: Mapping[str, Field[Any]] = {
     f.name.replace("_", "-"): f for f in fields(EngineAgentSettings) if f.name in ENGINE_SETTINGS
 }
-"""By the name of the flag."""
+"""Fields of those settings, by the name of the flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredEngine:
-    """settings: the agent's, for this engine alone. ready: it may be begun with; one that was once
-    need not be any more. leaving: it is to get no requests, and ends. ended: it also is no more."""
+    """An engine that a source lists. settings: the agent's, for this engine alone. ready: it may be
+    begun with. leaving: it is to get no requests, and ends. ended: it also is no more."""
 
     settings: EngineAgentSettings
     ready: bool = True
@@ -48,14 +48,14 @@ class DiscoveredEngine:
 
 
 Engines = Mapping[str, DiscoveredEngine]
-"""By what tells an engine from all others, those before it at the same address as well."""
+"""Engines by a key that tells each from all others, those before it at the same address as well."""
 Read = Callable[[], DiscoveredEngine | None]
 """Reads one member of a source; None: it has no engine yet. Raises ConfigError if it says something
 wrong, or anything else if it is no member at all."""
 
 
 class Members:
-    """What a source lists, each member read for itself: one that is wrong changes no other.
+    """Engines that a source lists, each read for itself: one that is wrong changes no other.
 
     engines: by key, as last read. wrong: by key, why a member cannot be read. It stays as it was.
     """
@@ -65,7 +65,6 @@ class Members:
         self.wrong: dict[str, str] = {}
 
     def read_all(self, members: Mapping[str, Read]) -> None:
-        """There are these members, and no others."""
         before, self.engines = self.engines, {}
         self.wrong = {key: why for key, why in self.wrong.items() if key in members}
         for key, read in members.items():
@@ -88,11 +87,11 @@ class Members:
 
 
 Tell = Callable[[Members], None]
-"""By which a source says which engines there are, whenever it has looked."""
+"""Takes what a source lists, whenever it has looked."""
 
 
 ANSWERS = 3
-"""At least so many have to lack an engine, one after another."""
+"""Answers in a row that have to lack an engine, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,8 @@ class _Absence:
 
 
 class Absences:
-    """gone_s: for so long answers lack an engine that is gone, whether it works or not."""
+    """Engines that the last answers lack. gone_s: for so long answers lack an engine that is gone,
+    whether it works or not."""
 
     def __init__(self, gone_s: float) -> None:
         self._gone_s = gone_s
@@ -117,11 +117,11 @@ class Absences:
 
     @property
     def lacking(self) -> Engines:
-        """Those that may yet be there; of none it is known that it may be begun with."""
+        """Returns those that may yet be there; none of them may be begun with."""
         return {key: replace(one.engine, ready=False) for key, one in self._of.items()}
 
     def note(self, engines: Engines, now: float) -> None:
-        """The source tells of `engines`; of none at all, that says nothing."""
+        """Takes in that the source tells of `engines`; of none at all, that says nothing."""
         before, self._of = self._of, {}
         known = {key: absence.engine for key, absence in before.items()} | dict(self._told)
         for key, engine in known.items():
@@ -134,7 +134,6 @@ class Absences:
         self._told = engines
 
     def forget(self, key: str) -> None:
-        """It is gone."""
         self._of.pop(key, None)
 
     def _is_long(self, absence: _Absence) -> bool:
@@ -143,7 +142,7 @@ class Absences:
 
 
 def port_of(text: str) -> int | None:
-    """The port that `text` spells; None: it spells none."""
+    """Returns the port that `text` spells; None: it spells none."""
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
 
@@ -151,7 +150,8 @@ def port_of(text: str) -> int | None:
 def settings_of(
     process: EngineAgentSettings, worker_id: str, engine_url: str, told: Mapping[str, object]
 ) -> EngineAgentSettings:
-    """told: what differs from the settings of the process, by the names of flags; may be text.
+    """Returns the settings of one engine. told: what differs from the settings of the process, by
+    the names of flags; may be text.
 
     Raises ConfigError.
     """

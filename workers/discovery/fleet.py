@@ -1,4 +1,4 @@
-"""The agent of all engines that a source tells of: it follows each for as long as that is there.
+"""Agent of all engines that a source tells of: it follows each for as long as that is there.
 
 One answer may lack engines that are there: a name server may give some of the addresses, a file be
 half written, and a server of Kubernetes that was just started know of no pods yet.
@@ -32,9 +32,9 @@ from workers.tasks import FAILURES
 log = logging.getLogger(__name__)
 
 RENEWALS = 3
-"""Of the claims, within a lease."""
+"""Renewals of the claims within a lease."""
 STALE_S = 90.0
-"""Sources are looked at more often, and a watch that is dead is noticed after 70 s."""
+"""Age of what a source told at which it is a finding: a dead watch is noticed after 70 s."""
 STALE = (
     f"for over {STALE_S:g} s an agent was not told which engines there are: does the name server, "
     "Kubernetes or the file fail? Its log says how; engines stay"
@@ -42,21 +42,25 @@ STALE = (
 
 
 class EngineClaims:
-    """`renew` often, then `leave`. source: processes with the same one share its engines."""
+    """Leases in Redis on the engines that this process is the agent of: `renew` often, then
+    `leave`.
+
+    source: processes with the same one share its engines. keys: of the engines of which this is the
+    agent. free: of those that have none, though they are ready, as this process has as many as it
+    takes.
+    """
 
     def __init__(
         self, runner: ScriptRunner, keyspace: Keyspace, source: str, lease_s: float
     ) -> None:
         self.keys: frozenset[str] = frozenset()
-        """Of the engines of which it is the agent."""
         self.free: frozenset[str] = frozenset()
-        """Of those that have none, though they are ready: this process has as many as it takes."""
         self.lease_s = lease_s
         self._runner, self._keyspace, self._source = runner, keyspace, source
         self._holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
     async def renew(self, engines: Engines) -> None:
-        """While Redis is away, all stays as it was."""
+        """Renews the claims. While Redis is away, all stays as it was."""
         try:
             self.keys, free = await self._claim(engines, round(self.lease_s * 1000))
             self.free = free if len(self.keys) >= MAX_ENGINES else frozenset()
@@ -64,14 +68,14 @@ class EngineClaims:
             log.warning("engines not claimed: %s", error)
 
     async def leave(self, engines: Engines) -> None:
-        """Others become the agents of these at once."""
+        """Gives the engines up: others become their agents at once."""
         try:
             await self._claim(engines, 0)
         except RedisUnavailable as error:
             log.warning("engines not given up, until the lease ends: %s", error)
 
     async def drain(self, workers: Collection[str]) -> None:
-        """Nothing is routed to these from now on, by their ids, though nobody is their agent."""
+        """Has nothing routed to these workers from now on, though nobody is their agent."""
         try:
             keys = await self._runner.one(leases.in_service(self._keyspace))
             await self._runner.run(
@@ -106,8 +110,8 @@ class FleetChange:
 
 
 def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> FleetChange:
-    """What is to be done, so that those of `engines` that are claimed are followed instead of
-    `followed`."""
+    """Returns what is to be done, so that those of `engines` that are claimed are followed instead
+    of `followed`."""
     hand_over = [key for key in followed if key in engines and key not in claimed]
     drop, leave = [], []
     for key, engine in followed.items():
@@ -132,9 +136,10 @@ def plan(followed: Engines, engines: Engines, claimed: Collection[str]) -> Fleet
 
 
 class EngineFleet:
-    """`run` until `stop` is called.
+    """Followers of all engines of a source: `run` until `stop` is called.
 
-    source: tells of the engines until it is cancelled. gone_s: as for Absences.
+    source: tells of the engines until it is cancelled. gone_s: for so long answers lack an engine
+    that is gone.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class EngineFleet:
         self.engines: Engines | None = None
         """None: the source has not told yet."""
         self._heard_s = -math.inf
-        """When it last told, by the loop's clock."""
+        """Time at which the source last told, by the loop's clock."""
         self.claims = claims
         self._source, self._begin = source, begin
         self._wrong: tuple[str, ...] = ()
@@ -159,15 +164,15 @@ class EngineFleet:
 
     @property
     def followers(self) -> Mapping[str, EngineFollower]:
-        """By the key of the engine."""
+        """Returns the followers by the key of the engine."""
         return {key: one.follower for key, one in self._followed.items()}
 
     def age_s(self) -> float:
-        """How long ago the source last told."""
+        """Returns how long ago the source last told."""
         return asyncio.get_running_loop().time() - self._heard_s
 
     def findings(self) -> tuple[str, ...]:
-        """What is wrong with what the source tells, and how many engines have no agent."""
+        """Returns what is wrong with what the source tells, and how many engines have no agent."""
         found = [
             f"an engine is as it was, as what is told of it is wrong: {why}" for why in self._wrong
         ]
@@ -201,7 +206,8 @@ class EngineFleet:
             listening.cancel()
 
     async def stop(self) -> None:
-        """End, and leave the engines in service: routers look after them until an agent is back."""
+        """Ends, and leaves the engines in service: routers look after them until an agent is
+        back."""
         self._is_stopping = True
         for one in self._followed.values():
             one.hand_over()
@@ -223,7 +229,7 @@ class EngineFleet:
             self._changed.set()
 
     def _present(self, told: Engines) -> Engines:
-        """Those told of, and those told of no more that may yet be there."""
+        """Returns those told of, and those told of no more that may yet be there."""
         for key, one in self._followed.items():
             # One that has not answered yet may be about to.
             if one.follower.state == "unavailable" and one.follower.facts is not None:
@@ -266,7 +272,7 @@ class EngineFleet:
 
 
 class Following:
-    """`run`, until one of the others says that it ends."""
+    """Task of one follower: `run`, until one of the other methods says that it ends."""
 
     def __init__(self, engine: DiscoveredEngine, follower: EngineFollower) -> None:
         self.engine, self.follower = engine, follower
@@ -275,17 +281,17 @@ class Following:
         self._is_kept = False
 
     def leave(self) -> None:
-        """It gets no more requests; end once it has none left, or after drain_s."""
+        """Has the engine get no more requests; ends once it has none left, or after drain_s."""
         self.is_ending = True
         self._leaves.set()
 
     def drop(self) -> None:
-        """It is gone: end at once."""
+        """Ends at once: the engine is gone."""
         self.is_ending = True
         self._ends.set()
 
     def hand_over(self) -> None:
-        """Another process is its agent from now on: end, and leave it in service."""
+        """Ends, and leaves the engine in service: another process is its agent from now on."""
         self._is_kept = True
         self.drop()
 

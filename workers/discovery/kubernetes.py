@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 LIST_S = 30.0
 WATCH_S = 60
 DEAD_S = 10.0
-"""So much longer than it may last, a watch is waited for."""
+"""Seconds that a watch is waited for beyond its own duration."""
 WAIT_S, WAIT_MAX_S = 0.5, 30.0
-"""Before it is listed again that which could not be, or after a watch that told nothing."""
+"""Pauses before pods are listed again, after a failure or a watch that told nothing."""
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -42,7 +42,7 @@ class WatchFailed(KvrouteError):
 
 
 def namespaces_of(process: EngineAgentSettings) -> tuple[str, ...]:
-    """Those that are set, or that of the pod in which it runs."""
+    """Returns those that are set, or that of the pod in which the agent runs."""
     if names := tuple(filter(None, map(str.strip, process.kubernetes_namespace.split(",")))):
         return names
     with suppress(OSError):
@@ -51,7 +51,7 @@ def namespaces_of(process: EngineAgentSettings) -> tuple[str, ...]:
 
 
 class Pods:
-    """A source of engines. Each is known by the UID of its pod."""
+    """A source of engines, each known by the UID of its pod."""
 
     def __init__(self, process: EngineAgentSettings, configuration: client.Configuration) -> None:
         self._configuration = configuration
@@ -73,8 +73,8 @@ class Pods:
 
 
 class NamespacePods:
-    """The pods of one namespace. is_one_of_several: workers are named by it, too, and the others
-    are told of while it cannot be listed."""
+    """Pods of one namespace. is_one_of_several: workers are named by it, too, and the others are
+    told of while it cannot be listed."""
 
     def __init__(self, process: EngineAgentSettings, name: str, is_one_of_several: bool) -> None:
         self._process, self._name, self._is_one_of_several = process, name, is_one_of_several
@@ -95,8 +95,8 @@ class NamespacePods:
             await asyncio.sleep(WAIT_S)
 
     async def _listed_and_watched(self, core: client.CoreV1Api, tell: Callable[[], None]) -> None:
-        """Until the watch ends that begins with what is listed. Raises WatchFailed if it told
-        nothing, and did not last."""
+        """Returns once the watch ends that begins with what is listed. Raises WatchFailed if it
+        told nothing, and did not last."""
         try:
             version = await self._list(core)
         except WatchFailed as error:
@@ -119,7 +119,7 @@ class NamespacePods:
         log.debug("pods are listed again, as a watch ended: %s", why)
 
     async def _list(self, core: client.CoreV1Api) -> str:
-        """The version of what there is now. Raises WatchFailed."""
+        """Returns the version of what there is now. Raises WatchFailed."""
         async with self._asked(core, LIST_S) as answer:
             listed = _json(await answer.read())
         pods = {uid_of(pod): partial(self._read, pod) for pod in listed["items"]}
@@ -128,11 +128,10 @@ class NamespacePods:
         return version
 
     def _read(self, pod: dict[str, Any]) -> DiscoveredEngine | None:
-        """As engine_of."""
         return engine_of(pod, self._process, self._prefix)
 
     def _take(self, line: bytes) -> None:
-        """An event of the watch. Raises WatchFailed."""
+        """Takes in an event of the watch. Raises WatchFailed."""
         event = _json(line)
         kind, about = event["type"], event["object"]
         if kind == "ERROR":
@@ -189,16 +188,16 @@ def _json(text: bytes) -> dict[str, Any]:
 
 
 ANNOTATION = "kvroute.io/"
-"""What an annotation begins with that is a flag of the agent, of this pod alone; and its port."""
+"""Beginning of an annotation that is a flag of the agent, of this pod alone; or its port."""
 REVISION = f"{ANNOTATION}revision"
-"""Also a label, by which pods can be selected, too."""
+"""Annotation that is also a label, by which pods can be selected, too."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 NODE_TYPE = "ray.io/node-type"
 """Labels by which LeaderWorkerSet (KServe has it, too) and KubeRay tell one engine's pods apart."""
 
 
 def uid_of(pod: Any) -> str:
-    """pod: as the API has it. "": it has none."""
+    """Returns the UID of a pod as the API has it; "": it has none."""
     try:
         return str(pod["metadata"]["uid"])
     except (LookupError, TypeError):
@@ -206,7 +205,6 @@ def uid_of(pod: Any) -> str:
 
 
 def has_ended(pod: Mapping[str, Any]) -> bool:
-    """pod: as the API has it."""
     status = pod.get("status")
     return isinstance(status, dict) and status.get("phase") in ("Succeeded", "Failed")
 
@@ -219,8 +217,11 @@ def is_leader(labels: Mapping[str, str]) -> bool:
 def engine_of(
     pod: Mapping[str, Any], process: EngineAgentSettings, prefix: str = ""
 ) -> DiscoveredEngine | None:
-    """pod: as the API has it. prefix: of the worker's name. None: it has no address yet, has ended,
-    or only computes for the pod that leads. Raises ConfigError, and others if it is no pod."""
+    """Returns the engine of a pod as the API has it; None: it has no address yet, has ended, or
+    only computes for the pod that leads. prefix: of the worker's name.
+
+    Raises ConfigError, and others if it is no pod.
+    """
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels = metadata.get("labels") or {}
     address = status.get("podIP")

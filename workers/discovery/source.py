@@ -1,4 +1,4 @@
-"""What tells an agent of engines: a file, a name, or Kubernetes."""
+"""Sources of engines for an agent: a file with a table for each, a name, or Kubernetes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
 GONE_S = 60.0
 LOOK_S = 1.0
 FILE_GONE_S = 10.0
-"""What writes it may take so long."""
+"""Seconds that writing the file may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """name: that of all processes that share its engines. gone_s: as for Absences."""
+    """A source, and the seconds for which its answers lack an engine that is gone. name: that of
+    all processes that share its engines."""
 
     name: str
     follow: Callable[[Tell], Awaitable[None]]
@@ -72,8 +73,9 @@ def _engine_of_table(process: EngineAgentSettings, name: str, table: object) -> 
 
 
 async def follow_file(process: EngineAgentSettings, tell: Tell) -> None:
-    """Tell what the file lists, time and again. One that is no TOML changes nothing, and a change
-    counts when it is read twice: while a file is written it is empty, or ends with any line."""
+    """Tells what the file lists, time and again. A file that is no TOML changes nothing, and a
+    change counts when it is read twice: while a file is written it is empty, or ends with any
+    line."""
     members, problem, before = Members(), "", None
     while True:
         try:
