@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from app.core.keys import KEYSPACE, keyspace_table
+from app.core.keys import KEY_TYPES, SHARD_KEY_TYPES
+from app.core.loads import LOAD_FIELDS
 from app.state.records import FIELDS
 from app.state.scripts import load_script
 
 LUA = Path(__file__).parent.parent / "lua"
 SCRIPTS = sorted(path.stem for path in LUA.glob("*.lua"))
 README = LUA / "README.md"
+TABLE = re.findall(
+    r"^\| `([\w:]+)(?:<\w+>)?` \| (\w+) \| (.+) \| ([a-z_, ]+) \| .+ \|$", README.read_text(), re.M
+)
+"""Prefix, type, contents and writers of each key in the README; its shards' keys come last."""
 LIBS = sorted(path.stem for path in (LUA / "lib").glob("*.lua"))
 
 SLOT = re.compile(r"\b(KEYS|ARGV)\[(\d+)\]")
@@ -126,7 +131,7 @@ def test_one_test_of_each_script_runs_on_the_oldest_server_in_make_test(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_key_in_a_header_is_documented_with_the_same_type(name):
-    documented = {key.prefix: key.type for key in KEYSPACE} | {"models": "hash"}
+    documented = KEY_TYPES | SHARD_KEY_TYPES | {"models": "hash"}
     for slot, _, _, key, kind in DECLARED_SLOT.findall(header(raw(name))):
         if slot == "KEYS":
             family = key.endswith(":")
@@ -141,13 +146,17 @@ def test_the_header_tells_of_each_field_of_its_rows_in_their_order(name):
     assert f"= {{{str(FIELDS[name])[1:-1]}}}\n" in load_script(name).text
 
 
-def test_the_readme_shows_the_keyspace():
-    assert keyspace_table() in README.read_text()
+def test_the_readme_shows_each_key_with_its_type():
+    types = [(prefix, kind) for prefix, kind, *_ in TABLE]
+    own = [prefix for prefix, _ in types].index("shard")
+    assert (dict(types[:own]), dict(types[own:])) == (KEY_TYPES, SHARD_KEY_TYPES)
+    contents = {prefix: text for prefix, _, text, _ in TABLE}
+    assert f"`{' '.join(LOAD_FIELDS)}`" in contents["load"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name):
-    writers = {key.prefix: key.writers for key in KEYSPACE}
+    writers = {prefix: names.split(", ") for prefix, _, _, names in TABLE}
     for variable in FILLS.findall(code(load_script(name).text)):
         key = variable.replace("_prefix", ":")
         if key in writers:
@@ -155,7 +164,7 @@ def test_a_key_that_a_script_fills_is_documented_as_written_by_it(name):
 
 
 def test_every_documented_writer_is_a_script_or_a_plain_command():
-    named = {writer for key in KEYSPACE for writer in key.writers}
+    named = {writer for *_, names in TABLE for writer in names.split(", ")}
     assert named - {*SCRIPTS} == {"agents", "compute", "record"}
 
 

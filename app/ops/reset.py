@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from app.core.keys import KEYSPACE, Keyspace
+from app.core.keys import KEY_TYPES, Keyspace
 from app.ops.terminal import COMMON, counted, on_redis, say
 from app.options import Command
 from app.state.client import RedisClient
@@ -32,9 +32,7 @@ async def delete_namespace(redis: RedisClient, keyspace: Keyspace) -> int:
     Workers and routers may be running: the list of workers goes at once, so that they register
     again, and nothing is left that belongs to none of them.
     """
-    control = [
-        keyspace[key.name] for key in KEYSPACE if not key.in_shard and key.prefix == key.name
-    ]
+    control = [keyspace[name] for name in KEY_TYPES if not name.endswith(":")]
     async with deadline(STEP_TIMEOUT_S):
         deleted = int(await redis.unlink(*control))
     kept = {key.encode() for key in control}

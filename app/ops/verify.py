@@ -16,7 +16,7 @@ from redis.asyncio.client import Pipeline
 
 from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
-from app.core.keys import KEYSPACE, MODELS, Keyspace
+from app.core.keys import KEY_TYPES, MODELS, SHARD_KEY_TYPES, Keyspace
 from app.core.limits import MAX_MODELS
 from app.core.overlaps import parse_backs, parse_field
 from app.core.registration import decode_info
@@ -161,7 +161,6 @@ async def _look_at_names(
 ) -> tuple[list[tuple[str, str]], set[bytes], set[int], frozenset[str]]:
     """Returns wrong keys, the incarnations and shards that have keys, and the keys that are not of
     their type."""
-    types = {(key.prefix, key.in_shard): key.type for key in KEYSPACE}
     wrong: list[tuple[str, str]] = []
     incarnations, shards, unusable = set[bytes](), set[int](), set[str]()
     async for node, keys in scan(redis, keyspace.pattern):
@@ -178,7 +177,8 @@ async def _look_at_names(
             kinds = await pipe.execute()
         for (key, (shard, name)), kind in zip(names.items(), kinds, strict=True):
             family, colon, member = name.partition(":")
-            expected = types.get((family + colon, shard is not None))
+            types = KEY_TYPES if shard is None else SHARD_KEY_TYPES
+            expected = types.get(family + colon)
             if expected is None:
                 wrong.append(("a key that is none of kvroute's", readable(key)))
             elif kind not in (b"none", expected.encode()):

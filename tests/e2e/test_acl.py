@@ -12,7 +12,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from redis.retry import Retry
 
 from app.cli import main
-from app.core.keys import KEYSPACE
+from app.core.keys import SHARD_KEY_TYPES
 from app.core.settings.router import RouterSettings
 from app.core.trust import Rung, Trust
 from app.core.types import SequenceHash
@@ -178,9 +178,8 @@ def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role):
 
 def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics():
     named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
-    tags = {key.prefix: "{*#*}" if key.in_shard else "{*}" for key in KEYSPACE}
     assert granted("worker")[0] == {
-        f"kvroute:1:{tags[key]}:{key}{'*' if key.endswith(':') else ''}"
+        f"kvroute:1:{'{*#*}' if key in SHARD_KEY_TYPES else '{*}'}:{key}{'*' if key.endswith(':') else ''}"
         for key in (named - {"models"}) | {"metrics"}
     } | {EVERY_RELEASES_MODELS}
 
