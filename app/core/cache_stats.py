@@ -1,4 +1,4 @@
-"""What an engine reports of its prefix cache: its hits, and how soon it evicts."""
+"""Figures of an engine's prefix cache: its hit rate, and how soon it evicts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable
 
 HIT_RATE_WINDOW = 1000
-"""Requests over which the prefix cache hit rate is measured."""
+"""Requests over which the hit rate is measured."""
 WINDOW = 200
-"""About this many of the latest blocks make up most of the mean."""
+"""Blocks, about so many of the latest ones, that make up most of the mean."""
 
 
 class IdleBeforeEvict:
-    """A moving mean over evicted blocks: seconds since each was last used. now: seconds."""
+    """Moving mean over evicted blocks of the seconds since each was last used. now: a clock,
+    seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -20,7 +21,7 @@ class IdleBeforeEvict:
         self._last_s = 0.0
 
     def add(self, since_s: float) -> None:
-        """Count a block that is evicted now and was last used at `since_s`."""
+        """Counts a block that is evicted now and was last used at `since_s`."""
         self._last_s = self._now()
         idle_s = self._last_s - since_s
         if self._mean_s is None:
@@ -29,12 +30,13 @@ class IdleBeforeEvict:
 
     @property
     def value_s(self) -> float:
-        """0 until a block is evicted. While none is, it grows, as the next candidates age."""
+        """The mean in seconds, 0 until a block is evicted. The value grows while no further block
+        is evicted."""
         return 0.0 if self._mean_s is None else self._mean_s + self._now() - self._last_s
 
 
 class HitRate:
-    """What share of the last prompts was cached when they were admitted."""
+    """Share of the tokens of the last prompts that was cached when they were admitted."""
 
     def __init__(self) -> None:
         self._admitted: deque[tuple[float, float]] = deque()

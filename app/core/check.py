@@ -1,4 +1,4 @@
-"""A line of `kvroute doctor`, and where the pages are that it names."""
+"""One line of `kvroute doctor`, and the paths of the pages that it names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """about: what was looked at. ok: None if that could not be found out. remedy: what to do if it
-    is not ok."""
+    """Result of one check. about: what was checked. ok: None if that could not be found out.
+    remedy: what to do if `ok` is False."""
 
     about: str
     ok: bool | None
@@ -23,5 +23,5 @@ _FOLDER = _INSTALLED if _INSTALLED.is_dir() else _IN_A_CHECKOUT
 
 
 def page(name: str) -> str:
-    """The path of a page, such as `operating.md`."""
+    """Returns the path of a page, such as `operating.md`."""
     return str(_FOLDER / name)

@@ -1,4 +1,4 @@
-"""What kvroute raises on purpose; the errors of engines are in workers/engines/base.py.
+"""Exceptions of kvroute; those of engines are in workers/engines/base.py.
 
 KvrouteError
 ├── ConfigError           a setting is missing or bad; stops start-up
@@ -38,22 +38,23 @@ from __future__ import annotations
 import numpy as np
 
 MAX_SHOWN = 80
-"""A message repeats at most this many characters of a caller's input, which may be megabytes."""
+"""Characters of a caller's input, which may be megabytes, that a message repeats at most."""
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """`text`, or as much of it as messages show."""
+    """Returns `text`, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: object) -> str:
-    """`value` as messages show it. Of a large one, no more is looked at than they show."""
+    """Returns `value` as messages show it, without looking at more of a large value than is
+    shown."""
     return cut(_repr(value, MAX_SHOWN + 1))
 
 
 def _repr(value: object, most: int) -> str:
-    """repr, or at least so many characters that it begins with. Each level of nesting takes one of
-    them, so JSON parsers may take deeper values than repr."""
+    """Returns repr(value), or at least its first `most` characters. Each level of nesting takes one
+    of them, so this bounds the depth too, which JSON parsers allow to be deeper than repr does."""
     if isinstance(value, str | bytes):
         return repr(value[:most])
     if isinstance(value, np.ndarray):  # as which ids that were sent as a list are kept
@@ -73,7 +74,8 @@ def _repr(value: object, most: int) -> str:
 
 
 def without_values(message: str) -> str:
-    """A message as logs may have it: what callers sent, which follows `got`, may be a prompt."""
+    """Returns a message for the log, cut before `got`, which precedes what callers sent: perhaps a
+    prompt."""
     return message.partition(", got ")[0]
 
 
@@ -113,11 +115,12 @@ class Unauthorized(KvrouteError):
 
 
 class NotAllowed(InvalidRequest):
-    """A request asks for what its key does not allow. field: of which."""
+    """request asks for what its key does not allow. field: the member that asks for it."""
 
 
 class Crowded(KvrouteError):
-    """Too many wait for one of a few places, and this caller more than others."""
+    """Too many requests wait for one of a few places, and this caller has more of them than
+    others."""
 
 
 class BodyTimeout(KvrouteError):
@@ -201,7 +204,7 @@ class NotEnoughBlocks(KvrouteError):
 
 
 class RoutingError(KvrouteError):
-    """No decision is possible. outcome: what the decision counts as in the metrics."""
+    """No decision is possible. outcome: the decision's label in the metrics."""
 
     outcome = "failed"
 
@@ -238,6 +241,6 @@ class Superseded(RoutingError):
 
 
 class RouterOverloaded(RoutingError):
-    """As many requests as may wait for a decision are already waiting."""
+    """Too many requests wait for a decision already."""
 
     outcome = "overloaded"

@@ -1,4 +1,4 @@
-"""What an engine reports about its KV cache, in our own hashes: from engines, for agents."""
+"""Changes of an engine's KV cache, in our own hashes: from engines, for agents."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """`blocks` are ends, after which the engine can go on with what it holds; if not are_ends, they
-    are no longer.
+    """Blocks after which the engine can resume a prompt; if not are_ends, it no longer can.
 
-    Until the first of these events, and once the cache is cleared, all blocks are. `blocks` may be
-    such that it does not hold. An event without blocks says only that no others are.
-    lookahead: it uses an end only for prompts that have so many blocks after it in common with what
-    it holds. recomputed: it then goes on so many blocks before the end. Each event tells both, for
-    all ends.
+    All blocks are ends until the first of these events, and after a Cleared. `blocks` may name
+    blocks that the engine does not hold. An event without blocks says only that no others are ends.
+    lookahead: an end counts only for prompts that share so many held blocks after it. recomputed:
+    the engine resumes so many blocks before the end. Both hold for all ends, and come with each
+    event.
     """
 
     blocks: tuple[SequenceHash, ...]

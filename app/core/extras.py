@@ -1,4 +1,4 @@
-"""What a plain install leaves out, and what to type to have it."""
+"""Errors that say which extra to install when a package is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ OURS = frozenset(("app", "lua", "workers", "loadtest", "deploy"))
 
 @contextmanager
 def extra(name: str, reason: str = "") -> Iterator[None]:
-    """Around each import that needs what only this extra of pyproject.toml installs.
+    """Wraps an import that only this extra of pyproject.toml makes possible.
 
-    reason: what asks for it, where no command does.
-    Raises MissingPackage in place of ModuleNotFoundError. That tests/test_extras.py finds each such
-    import in a block of this is what keeps tracebacks from users.
+    reason: what asks for the package, if no command does. Raises MissingPackage in place of
+    ModuleNotFoundError. tests/test_extras.py finds imports of extras that are not wrapped.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a worker fails a request."""
+"""Failures of workers: how much each counts, and for whom."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from enum import IntEnum, StrEnum
 from app.core.verdicts import FAILED
 
 SOON_S = 5.0
-"""Longest pause of a worker that fails at once: its next trial costs hardly any time, and once it
-is well again, it is not to be left out for long."""
+"""Longest pause, seconds, of a worker that fails at once: its next trial costs hardly any time."""
 LATE_S = 60.0
-"""Of one that is waited for."""
+"""Longest pause, seconds, of a worker whose failures have to be waited for."""
 
 
 class Suspects(StrEnum):
-    """Whether of the two workers that a request may have its source may be at fault as well."""
+    """Workers that may be at fault: the request's own, or its source as well."""
 
     WORKER = "worker"
     EITHER = "either"
 
 
 class Counts(IntEnum):
-    """For whom a failure counts."""
+    """Callers for whom a failure counts."""
 
     CALLER = 0
-    """For the caller of the request, who alone has seen it, or whom alone it concerns."""
+    """Only the caller that saw the failure."""
     WITNESSED = 1
-    """For all once there are two witnesses: another caller that saw failures there, or another
-    worker that answers the request."""
+    """Every caller, once there are two witnesses: another caller that saw failures of the worker, or
+    another worker that answers the request."""
     ALL = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a worker has failed a request.
+    """worker's failure of a request.
 
-    cause: of letters, digits and _. whose: the source of the worker's KV, if it has one, may be at
-    fault just as well. weight: of the failure, from 0 to 1; 0: it is none, the worker only
-    takes no more for now. in_a_row: how many failures in a row suspend the worker; 0: this one does
-    not. most_s: longest pause. pause_s: at least so long, as the worker asks for. mark: FAILED, or
-    the model or path that the worker lacks: it is left alone for that, and for nothing else.
+    cause: letters, digits and _. whose: whether the source of the worker's KV, if any, may be at
+    fault just as well. weight: 0 to 1; 0: no failure, the worker is only full for now. in_a_row:
+    failures in a row that suspend the worker; 0: this one never does. most_s: longest pause.
+    pause_s: shortest pause, as the worker asks. mark: FAILED, or the model or path that the worker
+    lacks, for which alone it is then avoided.
     """
 
     cause: str
@@ -54,4 +53,4 @@ class Failure:
 
 
 REPORTED = Failure("reported", weight=0.0, counts=Counts.CALLER)
-"""By a client that carries its requests itself."""
+"""Failure reported by a client that carries its requests itself."""

@@ -31,7 +31,7 @@ Tokens = Sequence[int] | NDArray[np.integer] | bytes
 
 
 def seed_for(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
-    """Seed of the local hashes. An empty or absent name adds nothing."""
+    """Returns the seed of the local hashes. An empty or absent name adds nothing."""
     seed = BASE_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -41,10 +41,10 @@ def seed_for(lora_name: str | None = None, cache_namespace: str | None = None) -
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """`tokens` as little-endian u32.
+    """Returns `tokens` as little-endian u32.
 
-    Raises InvalidRequest if one is not an integer in [0, 2^32), or raw bytes are not a whole
-    number of u32.
+    Raises InvalidRequest if one is not an integer in [0, 2^32), or raw bytes are not a whole number
+    of u32.
     """
     if isinstance(tokens, bytes):
         if len(tokens) % 4:
@@ -80,7 +80,7 @@ def compute_local_hashes(
     eagle: bool = False,
     mm_hashes: Sequence[Iterable[int]] | None = None,
 ) -> list[LocalHash]:
-    """One hash per full block, in prompt order.
+    """Returns one hash per full block, in prompt order.
 
     eagle: a block's window is `block_size + 1` tokens; the stride stays `block_size`.
     mm_hashes: for each full block, the u64 content hashes of the multimodal items that touch it.
@@ -107,14 +107,14 @@ def _items(mm: Iterable[int]) -> bytes:
 
 
 def next_sequence_hash(parent: SequenceHash | None, local: LocalHash) -> SequenceHash:
-    """Sequence hash of the block `local` after `parent` (None: the first block)."""
+    """Returns the sequence hash of the block `local` after `parent` (None: the first block)."""
     if parent is None:
         return SequenceHash(local)
     return SequenceHash(xxh3_64_intdigest(_pair(parent, local), BASE_SEED))
 
 
 def compute_sequence_hashes(local_hashes: Sequence[LocalHash]) -> list[SequenceHash]:
-    """Chain `local_hashes`: one hash per block, each covering the prefix up to its block."""
+    """Returns one hash per block, each covering the prefix up to its block."""
     if not local_hashes:
         return []
     h: int = local_hashes[0]
@@ -125,7 +125,7 @@ def compute_sequence_hashes(local_hashes: Sequence[LocalHash]) -> list[SequenceH
 def compute_hashes(
     tokens: Tokens, block_size: int, *, seed: int = BASE_SEED
 ) -> tuple[list[LocalHash], list[SequenceHash]]:
-    """Local and sequence hashes of the full blocks of `tokens`."""
+    """Returns the local and the sequence hashes of the full blocks of `tokens`."""
     local = compute_local_hashes(tokens, block_size, seed=seed)
     return local, compute_sequence_hashes(local)
 
@@ -135,9 +135,9 @@ PROBE = (
     "Größe, naïveté, Ελλάδα, Привет, 你好世界, こんにちは, 안녕하세요, שלום, नमस्ते 🙂👩‍💻\r\n"
     "<s></s><|endoftext|><|im_start|>user<|eot_id|>[INST]   \u00a0…"
 )
-"""Tokenizers that agree on this agree, as a rule, on all."""
+"""Text whose ids tell tokenizers apart."""
 
 
 def hash_of_probe(ids: Sequence[int]) -> str:
-    """The hash of a tokenizer. ids: what it makes of PROBE, special tokens added."""
+    """Returns a tokenizer's hash. ids: those of PROBE, special tokens added."""
     return f"{xxh3_64_intdigest(orjson.dumps(ids)):016x}"

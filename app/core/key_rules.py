@@ -1,4 +1,4 @@
-"""What a key may do: its limits, and what its requests may ask for."""
+"""Rules of an API key: its limits, and what its requests may ask for."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _RATE = re.compile(r"([1-9]\d{0,11})([kMG]?)/([smhd])")
 _TIMES = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 _PERIODS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 BURST = 6
-"""A sixth of an amount, or what comes in a second, may be used at once."""
+"""Divisor of an amount: a sixth of it, or what comes in a second, may be used at once."""
 ANY = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So much in each period."""
+    """Amount per period."""
 
     amount: int
     period_s: int
@@ -36,7 +36,7 @@ class Rate:
 
     @property
     def burst(self) -> float:
-        """What may be used at once, after a rest."""
+        """Amount that may be used at once, after a rest."""
         return max(1.0, self.per_s, self.amount / BURST)
 
     @classmethod
@@ -50,11 +50,13 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class KeyRules:
-    """role: metrics, operator, or "" for clients. tenant: under which its requests count; "": its
-    own name; ANY: whichever each request names. requests, tokens: of prompts and answers; uncached:
-    tokens of prompts that had to be computed; concurrent: requests at once. None: no limit.
-    priority: the highest that its requests may have. models: patterns of names; none: all.
-    isolate: its tenant shares no cache with others.
+    """Rules of one key.
+
+    role: metrics, operator, or "" for clients. tenant: under which its requests count; "": the
+    key's name; ANY: the one that each request names. requests, tokens: of prompts and answers;
+    uncached: prompt tokens that had to be computed; concurrent: requests at once. None: no limit.
+    priority: the highest that its requests may have. models: patterns of names; none: all. isolate:
+    the tenant shares no cache with others.
     """
 
     name: str
@@ -70,35 +72,33 @@ class KeyRules:
 
     @property
     def limits(self) -> tuple[object, ...]:
-        """What requests are refused by; keys of one name share them."""
+        """Limits that refuse requests; keys of one name share them."""
         return self.requests, self.tokens, self.uncached, self.concurrent
 
     @property
     def is_limited(self) -> bool:
-        """Whether any of its requests may be refused."""
         return any(limit is not None for limit in self.limits)
 
     @property
     def is_client(self) -> bool:
-        """Whether it is for clients, who have to do with their own requests alone."""
         return not self.role
 
     def may_ask(self, model: str) -> bool:
-        """Returns whether it may ask for a model, by that name."""
+        """Whether requests of the key may name `model`."""
         return not self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
 
     def highest(self, priority: str) -> str:
-        """Returns the priority, or the highest one that its requests may have."""
+        """Returns `priority`, lowered to the highest that the key's requests may have."""
         return max(priority, self.priority, key=PRIORITIES.index)
 
 
 @dataclass(slots=True, eq=False)
 class Spending:
-    """What a request takes from the limits of its key, from its first decision to its end.
+    """request's share of its key's limits, from its first decision to its end.
 
-    tokens, uncached: taken by estimate, once it is let in. left: of requests and tokens then, by
-    their names; -1: no limit. refused: why it is not let in. is_owed: nothing was taken, as Redis
-    was away.
+    tokens, uncached: estimates, taken once the request is let in. left: of requests and tokens
+    then, by limit; -1: no limit. refused: why the request is not let in. is_owed: nothing was
+    taken, as Redis was away.
     """
 
     rules: KeyRules
@@ -112,9 +112,9 @@ class Spending:
 
 
 class RateLimited(RoutingError):
-    """The limits of a key do not let a request in for now.
+    """Refusal, for now, by a key's limits.
 
-    limit: the one that refuses it. left: of requests and tokens, by their names; -1: no limit.
+    limit: the one that refuses. left: of requests and tokens, by limit; -1: no limit.
     """
 
     outcome = "limited"
@@ -129,7 +129,7 @@ class RateLimited(RoutingError):
 
 def parse_rules(name: str, words: list[str], roles: tuple[str, ...]) -> KeyRules:
     """Returns the rules that follow a key: a role, and members like `requests=600/m`. Raises
-    ValueError for any other, which it names."""
+    ValueError, naming the first word that is neither."""
     found: dict[str, object] = {"name": name}
     for word in words:
         member, _, value = word.partition("<=" if word.startswith("priority") else "=")

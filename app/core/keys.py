@@ -1,4 +1,4 @@
-"""Every Redis key: its name, type, members, writers and lifetime. Nothing else spells a key.
+"""Names and types of all Redis keys; lua/README.md says what they hold. Nothing else spells a key.
 
 A namespace is one model, block size and hash settings. Its keys share a hash tag, except those of
 the index, which are in shards, each with its own tag. A script touches the keys of only one tag, so
@@ -19,59 +19,77 @@ _KEY = re.compile(
     r"kvroute:1:\{(?P<namespace>[^#}]+)(?:#(?P<shard>\d{1,9}))?\}:(?P<name>.*)", re.DOTALL
 )
 DATA_VERSION = 5
-"""Of what keys hold, as `meta` records it. Parts of other versions write there what this one cannot
-read, or reads wrongly: raise it with the first such change after a release. Version 1
-recorded none."""
+"""Version of what keys hold, recorded in `meta`. Raise it with the first change after a release
+that other versions would read wrongly. Version 1 recorded none."""
 MODELS = f"kvroute:1:models:{DATA_VERSION}"
-"""The one key outside all namespaces: a hash, model or adapter -> `<namespace> <when it was last
-announced there, seconds since 1970 by the Redis clock>` of each namespace that claims it, the first
-to do so first. Each version of the data model has its own: routers could not use the workers of
-another one, and its names are no business of theirs."""
+"""The one key outside all namespaces: a hash, model or adapter -> `<namespace> <last announced, s>`
+of each namespace that claims the name, the first to do so first. Each data version has its own."""
 METRICS_MAXLEN = 4096
 METRICS_INTERVAL_S = 0.1
 METRICS_WORKERS = 256
-"""More workers than this publish less often: an entry takes each router that reads it 40 µs, and
-Redis 4 µs."""
+"""Workers up to which all publish every METRICS_INTERVAL_S: reading an entry takes each router 40
+µs, and Redis 4 µs."""
 
 
 def metrics_interval_s(workers: int) -> float:
-    """How often each of so many workers publishes what it measures."""
+    """Returns the seconds between two of a worker's reports, if there are so many workers."""
     return METRICS_INTERVAL_S * max(1.0, workers / METRICS_WORKERS)
 
 
 KEY_TYPES = {
-    **dict.fromkeys(
-        (
-            "meta workers current writers load verdicts reservations requests: fetching line "
-            "sessions computing: planner agents: replicas limits: usage:"
-        ).split(),
-        "hash",
-    ),
-    **dict.fromkeys(
-        ("leases versions expiry fetches flows easy_flows waiting: picky:").split(),
-        "zset",
-    ),
+    "meta": "hash",
+    "workers": "hash",
+    "current": "hash",
+    "leases": "zset",
+    "writers": "hash",
+    "load": "hash",
+    "versions": "zset",
+    "verdicts": "hash",
     "engines:": "string",
+    "reservations": "hash",
+    "expiry": "zset",
+    "requests:": "hash",
     "prefills:": "list",
-    **dict.fromkeys(
-        ("metrics decisions endings proposals history history_minutes events errors").split(),
-        "stream",
-    ),
+    "fetches": "zset",
+    "fetching": "hash",
+    "line": "hash",
+    "flows": "zset",
+    "easy_flows": "zset",
+    "waiting:": "zset",
+    "picky:": "zset",
+    "sessions": "hash",
+    "metrics": "stream",
+    "decisions": "stream",
+    "endings": "stream",
+    "computing:": "hash",
+    "planner": "hash",
+    "agents:": "hash",
+    "proposals": "stream",
+    "replicas": "hash",
+    "history": "stream",
+    "history_minutes": "stream",
+    "events": "stream",
+    "errors": "stream",
+    "limits:": "hash",
+    "usage:": "hash",
 }
-"""Key, or prefix of a family, with the namespace's tag -> its Redis type."""
+"""Key, or prefix of a family, under the namespace's tag -> Redis type."""
 SHARD_KEY_TYPES = {
-    **dict.fromkeys(
-        ("shard applied sweep blocks: predictions predicted: routed:").split(),
-        "hash",
-    ),
+    "shard": "hash",
+    "applied": "hash",
     "dead": "set",
+    "sweep": "hash",
+    "blocks:": "hash",
+    "predictions": "hash",
+    "predicted:": "hash",
+    "routed:": "hash",
 }
-"""Key, or prefix of a family, of each shard of the index -> its Redis type."""
+"""Key, or prefix of a family, of each shard of the index -> Redis type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """The keys of one namespace, or, with `shard`, of one shard of its index.
+    """Keys of one namespace, or, with `shard`, of one shard of its index.
 
     Raises ConfigError for a name that cannot be a hash tag.
     """
@@ -86,7 +104,7 @@ class Keyspace:
             )
 
     def __getitem__(self, name: str) -> str:
-        """The key `name`, or for a family like `blocks:` the prefix its members share."""
+        """Returns the key `name`, or for a family like `blocks:` the prefix its members share."""
         return f"kvroute:1:{{{self.tag}}}:{name}"
 
     @property
@@ -98,11 +116,12 @@ class Keyspace:
 
     @property
     def pattern(self) -> str:
-        """A pattern by which SCAN finds all keys of the namespace, and some of others."""
+        """Pattern by which SCAN finds all keys of the namespace, and some of others."""
         return f"kvroute:1:{{{self.namespace}[#}}]*"
 
     def parse(self, key: bytes) -> tuple[int | None, str] | None:
-        """Shard (None: the namespace's own tag) and name of a key; None: of another namespace."""
+        """Returns shard (None: the namespace's own tag) and name of a key; None: of another
+        namespace."""
         match = _KEY.fullmatch(key.decode(errors="replace"))
         if not match or match["namespace"] != self.namespace:
             return None

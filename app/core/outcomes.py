@@ -1,4 +1,4 @@
-"""How requests end: each outcome that metrics and logs have, and what kind of ending it is. Pure.
+"""Endings of requests: each outcome that metrics and logs have, and its kind.
 
 Outcomes that are not named here are codes of errors: the router refused the request.
 """
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What people ask of an ending."""
+    """Kinds of endings."""
 
     OK = "ok"
     ENGINE = "engine"
@@ -39,7 +39,7 @@ CUT = "cut"
 LEFT_BEFORE, LEFT_AFTER = "left_before_token", "left_after_token"
 NO_KEY = "invalid_api_key"
 GONE = "client_gone"
-"""One of these two, before it is known which."""
+"""The client left: LEFT_BEFORE or LEFT_AFTER, before it is known which."""
 WORKER_FAILED = "worker_failed"
 _NO_ANSWER = (WORKER_FAILED, "repeated_failure", "answer_timeout")
 _KINDS = {
@@ -56,13 +56,13 @@ _KINDS = {
 
 
 ANSWERED = (Kind.OK, Kind.LEFT_AFTER, Kind.UNFIT)
-"""Of requests with which a worker did not fail in the end."""
+"""Kinds of requests that their worker did not fail in the end."""
 NEVER_CAME = (Kind.ENGINE, Kind.LEFT_BEFORE)
-"""Of requests that were let in, and never got a token."""
+"""Kinds of requests that were let in, and never got a token."""
 
 
 def matching(*kinds: Kind) -> str:
-    """The outcomes of these kinds, which are not REFUSED, as a pattern for Prometheus."""
+    """Returns a Prometheus pattern of the outcomes of these kinds, which must not be REFUSED."""
     return "|".join(outcome for outcome, kind in _KINDS.items() if kind in kinds)
 
 
@@ -71,16 +71,16 @@ def kind_of(outcome: str) -> Kind:
 
 
 def told_apart(outcome: str, *, has_begun: bool, has_token: bool) -> str:
-    """What a request ended by, by how far its answer was. has_begun: a worker's answer, for the
-    client. has_token: the client has got one."""
+    """Returns the outcome that counts, by how far the answer was. has_begun: the client has got
+    some of a worker's answer. has_token: the client has got a token."""
     if outcome == GONE:
         return LEFT_AFTER if has_token else LEFT_BEFORE
     return CUT if has_begun and outcome in _NO_ANSWER else outcome
 
 
 def of_refusal(status: int, *, is_failure: bool, is_full: bool) -> str:
-    """Of a request whose answer is an engine's error. status: that the engine answered with.
-    is_failure: of the engine. is_full: it only takes no more for now."""
+    """Returns the outcome of a request that an engine answers with an error. status: the engine's.
+    is_failure: whether the engine is at fault. is_full: whether the engine is only full for now."""
     if is_full:
         return ENGINE_FULL
     return ENGINE_ERROR if is_failure or status >= 500 else UNFIT
@@ -88,7 +88,7 @@ def of_refusal(status: int, *, is_failure: bool, is_full: bool) -> str:
 
 @dataclass(slots=True)
 class Ending:
-    """What came of a request. Raises ValueError for numbers that no answer has.
+    """Figures of a request that ended. Raises ValueError for numbers that no answer has.
 
     output_tokens: at least 1. ttft_ms: from the request to its first token; None: unknown.
     ended_ms: by the Redis clock; 0: unknown.

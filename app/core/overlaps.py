@@ -1,4 +1,4 @@
-"""How much of a prompt each worker holds, and after which of the blocks its engine goes on."""
+"""Overlap of a prompt with each worker's cache, and the blocks after which its engine resumes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 from app.core.types import Incarnation, TierOverlap
 
 Back = int
-"""Where an engine goes on if a prompt leaves what it holds after a certain block. n > 0: it
-computes the last n blocks again. -n: it computes none, or the last n if one must be, as the prompt
-ends there. 0: as the worker's ReuseRule says."""
+"""Point at which an engine resumes a prompt that leaves its cache after a certain block. n > 0: n
+blocks before. -n: right there, or n blocks before if the prompt ends there. 0: as the worker's
+ReuseRule says."""
 
 _ENTRY = re.compile(rb"(\d{1,18})([-=])(\d{1,9})")
 
 
 class ReuseRule(NamedTuple):
-    """What an engine reuses of blocks that it holds, by numbers.
+    """Numbers that say what an engine reuses of the blocks it holds.
 
     granule: only whole multiples of so many blocks. lookahead: a block only if so many after it are
-    held as well. recomputed: the last so many of what it finds are computed again. chunk: of a
-    prompt that goes on in other tiers than the device, only whole multiples of so many.
+    held as well. recomputed: the last so many of the hit are computed again. chunk: only whole
+    multiples of so many blocks of a prompt whose hit goes on in other tiers than the device.
     """
 
     granule: int = 1
@@ -31,20 +31,21 @@ class ReuseRule(NamedTuple):
     chunk: int = 1
 
     def reused(self, held: int, most: int) -> int:
-        """Of `held` leading blocks; most: how many the prompt has without its last token."""
+        """Returns how many of `held` leading blocks are reused. most: the prompt's blocks without
+        its last token."""
         usable = min(held - self.lookahead, most) - self.recomputed
         return max(usable, 0) // self.granule * self.granule
 
     def reusable(self, held: TierOverlap, most: int) -> int:
-        """The same of what is held in several tiers."""
+        """Returns how many of the blocks held in several tiers are reused."""
         total = held.total
         if self.chunk > 1 and total > held.device:
             total = max(held.device, min(total, most) // self.chunk * self.chunk)
         return self.reused(total, most)
 
     def back(self, held: int, last: int, before: int) -> Back:
-        """How to say that an engine that holds so many blocks goes on after `last` of them, or, if
-        it may not use all, after `before`."""
+        """Returns the Back of an engine that holds `held` blocks and resumes after `last` of them,
+        or, if it may not use all, after `before`."""
         if last < held:
             before = last
         if (last, before) == (self.reused(held, held), self.reused(held, held - 1)):
@@ -57,7 +58,8 @@ NO_BLOCK = ReuseRule(granule=1 << 40)
 
 
 class Resume(NamedTuple):
-    """Of `held` leading blocks an engine reuses `last`; if it may not use all, `before`."""
+    """Blocks that an engine reuses of `held` leading ones: `last`; `before`, if it may not use
+    all."""
 
     held: int
     last: int
@@ -69,17 +71,17 @@ class Resume(NamedTuple):
         return cls(held, held if back < 0 else before, before)
 
     def reused(self, most: int) -> int:
-        """most: as for ReuseRule."""
+        """Returns the reused blocks of a prompt with `most` blocks besides its last token."""
         return self.last if self.last <= most else min(self.before, most)
 
 
 def back_text(back: Back) -> str:
-    """As it is written behind the number of an incarnation."""
+    """Returns the text behind an incarnation's number in a field of the index."""
     return f"-{back}" if back > 0 else f"={-back}" if back else ""
 
 
 def parse_field(field: bytes) -> tuple[bytes, bytes]:
-    """What a field of the index says of where engines go on, and its owners."""
+    """Returns the resume points and the owners in a field of the index."""
     backs, _, owners = field.rpartition(b" ")
     return backs, owners
 
@@ -92,15 +94,15 @@ def parse_backs(backs: bytes) -> Mapping[Incarnation, Back]:
 
 
 Held = tuple[Collection[Incarnation], TierOverlap]
-"""Incarnations that hold the same of a chain, and what."""
+"""Incarnations that hold the same of a chain, and what they hold."""
 
 
 class Overlaps(Mapping[Incarnation, TierOverlap]):
-    """What each incarnation holds of one chain; those without overlap are absent.
+    """Overlap of one chain with each incarnation; those without overlap are absent.
 
-    shared: sets of many that hold the same. own: what others hold. Where one is in several, the
-    last counts, and `own` before all: it is the longest. resumes: of some, what their engines reuse
-    of it, where that differs from what their ReuseRule says.
+    shared: sets of many that hold the same. own: what others hold. The last set that has an
+    incarnation counts, and `own` before all: it is the longest. resumes: reused blocks, where they
+    differ from what the worker's ReuseRule says.
     """
 
     __slots__ = ("own", "resumes", "shared")
@@ -116,7 +118,7 @@ class Overlaps(Mapping[Incarnation, TierOverlap]):
         self.resumes = resumes
 
     def groups(self) -> Iterator[Held]:
-        """Of the groups that one is in, the last counts."""
+        """Yields groups that hold the same; the last group that has an incarnation counts."""
         yield from self.shared
         for inc, overlap in self.own.items():
             yield (inc,), overlap
@@ -126,7 +128,6 @@ class Overlaps(Mapping[Incarnation, TierOverlap]):
 
     @property
     def longest(self) -> int:
-        """In blocks."""
         return max((overlap.total for _, overlap in self.groups()), default=0)
 
     def __getitem__(self, inc: Incarnation) -> TierOverlap:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 
 class Pace:
-    """Allows up to `per_s` events a second, evenly spaced; large ones count as several.
+    """Limit of `per_s` events a second, evenly spaced; a large event counts as several.
 
     per_s: 0 allows none. Times are those of any one clock, in seconds.
     """
@@ -24,7 +24,6 @@ class Pace:
         return True
 
     def is_due(self, now_s: float) -> bool:
-        """Whether an event may happen now."""
         return now_s >= self._due_s
 
 
@@ -32,8 +31,7 @@ OTHERS = ""
 
 
 class Paces:
-    """A Pace for each of a few causes. most: that are told apart, however many there are; the
-    rest have one in common."""
+    """One Pace for each of a few causes. most: causes told apart; all others share one Pace."""
 
     def __init__(self, per_s: float, most: int = 1000) -> None:
         self._limits: defaultdict[str, Pace] = defaultdict(lambda: Pace(per_s))
@@ -41,8 +39,8 @@ class Paces:
         self._most = most
 
     def allows(self, cause: str, now_s: float) -> int | None:
-        """How many events of that cause were left out since the last one, if this one may happen;
-        None: it is left out too."""
+        """Returns the events of that cause that were left out since the last one, if this one may
+        happen; None if it is left out too."""
         if cause not in self._limits and len(self._limits) >= self._most:
             self._forget(now_s)
             if len(self._limits) >= self._most:
@@ -53,7 +51,7 @@ class Paces:
         return None
 
     def _forget(self, now_s: float) -> None:
-        """Those that could happen again are as good as new."""
+        """Drops causes that could happen again, which are as good as new."""
         for cause in [cause for cause, limit in self._limits.items() if limit.is_due(now_s)]:
             del self._limits[cause]
             self._left_out[OTHERS] += self._left_out.pop(cause, 0)

@@ -1,5 +1,4 @@
-"""Who has how much of what all callers share, who is served next where only so many can be at once,
-and who has to go when too many wait."""
+"""Fair shares of a capacity, and fair turns at a few places."""
 
 from __future__ import annotations
 
@@ -7,15 +6,15 @@ from collections import Counter
 from typing import Generic, TypeVar
 
 TIMES_WHAT_IS_LEFT = 3
-"""Nobody may have more than so many times what nobody has: alone three quarters, two that want all
-of it three sevenths each. So whoever comes next finds room, however much the others want."""
+"""Largest share of a holder, as a multiple of what nobody has: alone three quarters, two that want
+all of it three sevenths each. So the next holder always finds room."""
 
 _NOTHING = 1e-6
-"""What sums of parts leave by rounding."""
+"""Rounding errors that sums of parts may leave."""
 
 
 class Shares:
-    """What its holders have of `capacity`, in any one unit. A holder: a key, or an address."""
+    """Parts that holders have of `capacity`, in any one unit. A holder is a key, or an address."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
@@ -26,13 +25,12 @@ class Shares:
         return self._of.get(holder, 0.0)
 
     def left_for(self, holder: str) -> float:
-        """How much more a holder may have, as then less is left; negative: that it has too
-        much."""
+        """Returns how much more a holder may have; negative if it has too much."""
         left = self.capacity - self.total
         return (TIMES_WHAT_IS_LEFT * left - self.of(holder)) / (TIMES_WHAT_IS_LEFT + 1)
 
     def take(self, holder: str, more: float) -> None:
-        """Count what a holder has, whether it may or not; nothing counts for nothing."""
+        """Counts `more` for a holder, allowed or not."""
         self.total += more
         if more:
             self._of[holder] = self.of(holder) + more
@@ -48,11 +46,10 @@ class Shares:
             self.total = 0.0
 
     def greediest(self, holder: str) -> str:
-        """Who has most; `holder`, if nobody has more than that one."""
+        """Returns the holder with the largest part; `holder`, if nobody has more."""
         return max(self._of, key=lambda other: (self._of[other], other == holder), default=holder)
 
     def check(self) -> None:
-        """Raises AssertionError if what is counted cannot be."""
         assert all(part > 0 for part in self._of.values())
         assert abs(self.total - sum(self._of.values())) < 1e-6
 
@@ -63,11 +60,11 @@ T = TypeVar("T")
 class Places(Generic[T]):
     """Calls that wait for a place, and those that have one. No I/O, and no waiting.
 
-    num: places. max_calls, max_size: calls that may be there at once, waiting or at work, and what
-    all of them may be worth; a call of any worth may be there alone.
+    num: places. max_calls, max_size: calls, waiting or at work, and the sum of their sizes; one
+    call alone may be of any size.
 
-    A place goes to the holder who has fewest, of those the one who was served longest ago. When
-    there are too many calls, the latest of the holder with most of them makes room.
+    A free place goes to the holder with the fewest, among these to the one served longest ago. If
+    there are too many calls, the latest call of the holder with most of them is dropped.
     """
 
     def __init__(self, num: int, max_calls: int, max_size: float = float("inf")) -> None:
@@ -75,7 +72,7 @@ class Places(Generic[T]):
         self._calls = Shares(max_calls)
         self._sizes = Shares(max_size)
         self._waiting: dict[str, dict[T, float]] = {}
-        """By holder, the one served longest ago first, in the order in which they came."""
+        """Waiting calls in order of arrival, by holder, the one served longest ago first."""
         self._at_work: Counter[str] = Counter()
 
     @property
@@ -84,15 +81,14 @@ class Places(Generic[T]):
 
     @property
     def size(self) -> float:
-        """Of all calls together."""
         return self._sizes.total
 
     def waiting(self) -> list[T]:
-        """Calls without a place."""
+        """Returns the calls without a place."""
         return [call for calls in self._waiting.values() for call in calls]
 
     def enter(self, holder: str, call: T, size: float = 1.0) -> list[T]:
-        """Wait for a place. Returns the calls that have to go, `call` perhaps among them."""
+        """Queues a call. Returns the calls that have to go, `call` perhaps among them."""
         self._waiting.setdefault(holder, {})[call] = size
         self._calls.take(holder, 1)
         self._sizes.take(holder, size)
@@ -106,7 +102,8 @@ class Places(Generic[T]):
         return gone
 
     def next(self) -> T | None:
-        """The call that has a place from now on; None: there is no place, or nobody waits."""
+        """Returns the call that has a place from now on; None if no place is free or nobody
+        waits."""
         if not self.num_free or not self._waiting:
             return None
         holder = min(self._waiting, key=self._at_work.__getitem__)
@@ -120,7 +117,7 @@ class Places(Generic[T]):
         return call
 
     def withdraw(self, holder: str, call: T) -> bool:
-        """A call waits no longer; False: it did not wait."""
+        """Takes a waiting call out of the queue; False if it did not wait."""
         size = self._waiting.get(holder, {}).pop(call, None)
         if size is None:
             return False
@@ -131,7 +128,7 @@ class Places(Generic[T]):
         return True
 
     def leave(self, holder: str, size: float = 1.0) -> None:
-        """A call that had a place has ended."""
+        """Frees the place of a call that has ended."""
         self.num_free += 1
         self._at_work[holder] -= 1
         if not self._at_work[holder]:
@@ -140,7 +137,6 @@ class Places(Generic[T]):
         self._sizes.give_back(holder, size)
 
     def check(self) -> None:
-        """Raises AssertionError if what is counted cannot be."""
         assert self.num_calls == len(self.waiting()) + sum(self._at_work.values())
         assert self.num_calls <= max(1, self._calls.capacity)
         assert self.num_free >= 0

@@ -1,15 +1,14 @@
-"""What others wrote, as a line of a log or a terminal may have it."""
+"""Text of others, made safe for logs and terminals."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """`text` with JSON's escapes in place of all that is not printed as itself.
+    """Returns `text` with JSON's escapes for every character that is not printable.
 
-    So nobody who names a worker or a path can end the line, move the cursor, change colours, or
-    turn the direction of what follows: C0 and C1, line and paragraph separators, bidi controls and
-    other format characters, spaces but the usual one, surrogates, and what Unicode has not assigned
-    yet. JSON stays JSON with the same meaning.
+    So a worker's name or a path cannot end the line, move the cursor, change colours, or turn the
+    direction of text: C0 and C1, line separators, bidi controls, odd spaces, surrogates and
+    unassigned characters are escaped. JSON keeps its meaning.
     """
     if text.isprintable():
         return text

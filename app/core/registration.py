@@ -1,4 +1,4 @@
-"""What a worker registers and measures, as text in Redis, and back."""
+"""Encoding of what workers register and measure, as text in Redis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITHIN = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
 
 
 class WrongField(ValueError):
-    """A field of a registration that is not what it must be. name: as in Redis."""
+    """bad field of a registration. name: as in Redis."""
 
     def __init__(self, name: str, value: object, wanted: str) -> None:
         super().__init__(f"{name} is {shown(value)}, not {wanted}")
@@ -37,7 +37,7 @@ class WrongField(ValueError):
 
 
 def fitting(info: WorkerInfo) -> WorkerInfo:
-    """`info` without what is over a limit. What is left out, the findings say."""
+    """Returns `info` without what is over a limit; its findings name what was left out."""
     kept: dict[str, Any] = {}
     findings = list(info.findings)
     for item in INFO:
@@ -59,8 +59,8 @@ def _within(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
-    """JSON: an object with each field of `info` as far as it is `fitting`, `lease_ttl_ms`, and the
-    data model's `version`."""
+    """Returns a JSON object with the fields of `fitting(info)`, `lease_ttl_ms`, and the data
+    model's `version`."""
     info = fitting(info)
     values = {item.wire: getattr(info, item.name) for item in INFO}
     values |= {"lease_ttl_ms": lease_ttl_ms, "version": DATA_VERSION}
@@ -68,8 +68,8 @@ def encode_info(info: WorkerInfo, lease_ttl_ms: int) -> bytes:
 
 
 def version_in(text: bytes | str) -> int:
-    """The version of the data model that the worker speaks which wrote `text`; 1 if that does not
-    say. Raises ValueError if nothing of the kind wrote it."""
+    """Returns the version of the data model that a registration says, 1 if none. Raises ValueError
+    for text that is no registration."""
     values = orjson.loads(text)
     version = values.get("version", 1) if isinstance(values, dict) else None
     if type(version) is not int:
@@ -78,7 +78,7 @@ def version_in(text: bytes | str) -> int:
 
 
 def decode_info(text: bytes | str) -> WorkerInfo:
-    """The WorkerInfo in what `encode_info` wrote. Raises ValueError for anything else."""
+    """Returns the WorkerInfo that `encode_info` wrote. Raises ValueError for anything else."""
     values = orjson.loads(text)
     if not isinstance(values, dict):
         raise ValueError(f"not an object: {shown(values)}")
@@ -86,8 +86,11 @@ def decode_info(text: bytes | str) -> WorkerInfo:
 
 
 def read_info(values: Mapping[str, Any]) -> WorkerInfo:
-    """The WorkerInfo with these fields; a missing field takes its default, an unknown one is
-    ignored. Raises WrongField for the first that is bad, or missing without having a default."""
+    """Returns the WorkerInfo with these fields; a missing field takes its default, an unknown one
+    is ignored.
+
+    Raises WrongField for the first that is bad, or missing without having a default.
+    """
     return WorkerInfo(*(_read(item, values) for item in INFO))
 
 
@@ -115,7 +118,6 @@ def _read(item: Item, values: Mapping[str, Any]) -> Any:
 
 
 def _names(name: str, value: object) -> tuple[str, ...]:
-    """Those within the limits: the worker is there, whatever else it says."""
     if isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value):
         return _within(value)
     raise WrongField(name, value, WITHIN)
@@ -124,8 +126,8 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 def encode_metrics(
     metrics: ForwardPassMetrics, speed: Speed, gpu: GpuReadings = NO_READINGS
 ) -> dict[str, str]:
-    """Fields of the metrics stream: one per field of each class that is a number from 0 to
-    MAX_MEASURED, as short text."""
+    """Returns the fields of an entry in the metrics stream: one, as short text, for each number
+    from 0 to MAX_MEASURED."""
     return {
         item.wire: str(value) if isinstance(value, int) else f"{value:.9g}"
         for items, report in ((METRICS, metrics), (SPEED, speed), (GPU, gpu))
@@ -137,7 +139,8 @@ def encode_metrics(
 def decode_metrics(
     entry: Mapping[bytes, bytes],
 ) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
-    """Inverse of `encode_metrics`; a missing field takes its default, an unknown one is ignored.
+    """Returns what `encode_metrics` wrote; a missing field takes its default, an unknown one is
+    ignored.
 
     Raises ValueError, naming the field, if one is not a number from 0 to MAX_MEASURED.
     """
@@ -152,7 +155,7 @@ _Table = list[tuple[bytes, type[Any], Any]]
 
 
 def _table(items: tuple[Item, ...]) -> _Table:
-    """For each of `items`, its name in the stream, its kind and its default."""
+    """Returns each item's name in the stream, kind and default."""
     return [(item.wire.encode(), item.kind, item.default) for item in items]
 
 

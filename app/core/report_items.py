@@ -1,4 +1,4 @@
-"""The fields of what workers say of themselves, and all that other code knows of each."""
+"""Fields of workers' reports, with all that other code knows of each."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ class Item:
     name: str
     annotation: Any
     kind: type[Any]
-    """The annotation without None."""
     default: Any
     help: str
     wire: str
-    """Its name in Redis."""
+    """Name in Redis."""
     answer: str
-    """Its name in GET /v1/workers; "": it is not there."""
+    """Name in GET /v1/workers; "": absent."""
     gauge: str
-    """Its gauge at routers, without kvroute_worker_; "": it has none."""
+    """Gauge at routers, without kvroute_worker_; "": none."""
     least: int = 0
     text: str = ""
-    """How `kvroute inspect worker` shows the value; "": not at all."""
+    """Format of the value in `kvroute inspect worker`; "": not shown."""
     noun: str = ""
-    """What is counted."""
     per: float = 1
-    """The unit that `text` shows the value in."""
+    """Unit in which `text` shows the value."""
 
 
 def said(help_text: str, default: Any = MISSING, **about: Any) -> Any:
-    """A field of a report. about: see Item; by default all names are the field's own."""
+    """Returns a dataclass field of a report. about: members of Item; names default to the field's
+    own."""
     return field(default=default, metadata={"help": help_text, **about})
 
 
 def items_of(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, ...]:
-    """The fields of `cls`. prefix: of their names in Redis and gauges. gauges: all have one."""
+    """Returns the fields of `cls`. prefix: of their names in Redis and gauges. gauges: all have
+    one."""
     hints = get_type_hints(cls)
     items = []
     for f in fields(cls):

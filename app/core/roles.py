@@ -1,4 +1,4 @@
-"""What of a request a worker does."""
+"""Part of a request's work that a worker does."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a worker does of a request."""
+    """Work that a worker does: prompts, answers, or both."""
 
     BOTH = "both"
     PREFILL = "prefill"
-    """It computes prompts for others, and never decodes."""
+    """Computes prompts for others, and never decodes."""
     DECODE = "decode"
-    """It decodes, and never computes prompts for others."""
+    """Decodes, and never computes prompts for others."""
 
     @classmethod
     def parse(cls, text: str) -> Role:
-        """Raises ValueError."""
+        """Returns the role of that name. Raises ValueError."""
         return cls(text)

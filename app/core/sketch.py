@@ -1,4 +1,4 @@
-"""Which chains of blocks were added in about the last hour, in a fixed amount of memory."""
+"""Memory of the chains of blocks added in about the last hour, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from app.core.types import SequenceHash
 
 PERIOD_S = 1200.0
 GENERATIONS = 4
-"""The newest takes what is added for PERIOD_S. So a block is known for 60 to 80 minutes."""
+"""Filters in use. The newest takes what is added for PERIOD_S, so a block is known for 60 to 80
+minutes."""
 WORDS = 1 << 19
-"""Of 64 bits, in one generation: 4 MiB."""
+"""Words of 64 bits in one generation: 4 MiB."""
 CAPACITY = 2 * WORDS
 """Blocks of one generation. Faster prompts make generations shorter, not less exact."""
 ERROR = 0.005
-"""Of the blocks of a chain, so many at most look added that were not, on average, once all
-generations are full. None that was added looks as if it were not."""
+"""Most blocks of a chain, as a fraction, that wrongly look added once all generations are full. No
+block that was added looks as if it were not."""
 FEW = 8
-"""Blocks that are added faster one by one."""
+"""Blocks up to which adding one by one is faster."""
 _PAIRS = [1 << (n & 63) | 1 << (n >> 6) for n in range(4096)]
 _PAIRS_ARRAY = np.array(_PAIRS, dtype=np.uint64)
-"""Two bits of a word for each twelve of a hash. Its last bits say which word."""
+"""Two bits of a word for each twelve of a hash, whose last bits say which word."""
 
 
 class ChainSketch:
-    """A Bloom filter in generations; all bits of a block are in one word. Times: monotonic seconds.
+    """Bloom filter in generations; all bits of a block are in one word. Times: monotonic seconds.
 
-    Who adds a chain adds all of its beginnings: what is known of a chain ends in one place.
+    A caller adds a chain with all of its beginnings, so what is known of a chain ends in one place.
     """
 
     def __init__(self) -> None:
@@ -41,13 +42,13 @@ class ChainSketch:
         self._left = 0
 
     def leading(self, chain: Sequence[SequenceHash], now_s: float) -> int:
-        """How many leading blocks of a chain were added lately."""
+        """Returns how many leading blocks of a chain were added lately."""
         self._age(now_s)
         newest, *older = self._generations
         return _further(chain, _known(chain, 0, newest), older)
 
     def add(self, chain: Sequence[SequenceHash], now_s: float) -> int:
-        """Add a chain; returns how many leading blocks of it were added before."""
+        """Adds a chain; returns how many leading blocks of it were added before."""
         self._age(now_s)
         newest, *older = self._generations
         known = _known(chain, 0, newest)
@@ -86,17 +87,16 @@ class ChainSketch:
 
 
 def _bits(block: SequenceHash) -> int:
-    """Those of its word that are its own."""
     return _PAIRS[block >> 20 & 4095] | _PAIRS[block >> 32 & 4095] | _PAIRS[block >> 44 & 4095]
 
 
 def _further(chain: Sequence[SequenceHash], known: int, older: list[memoryview]) -> int:
-    """Leading blocks that any generation knows, of which the newest knows `known`."""
+    """Returns the leading blocks that any generation knows; the newest knows `known`."""
     return max((_known(chain, known, words) for words in older), default=known)
 
 
 def _known(chain: Sequence[SequenceHash], least: int, words: memoryview) -> int:
-    """Leading blocks that one generation knows; or `least`, if it knows fewer."""
+    """Returns the leading blocks that one generation knows, at least `least`."""
     low, high = least, len(chain)
     # Most look-ups end at one of the ends.
     at = high - 1

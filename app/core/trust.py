@@ -1,4 +1,4 @@
-"""How far what is known of overlap can be relied on: one ladder for workers and decisions."""
+"""Trust in what is known of overlap: one ladder for workers and decisions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Trust(StrEnum):
-    """From the highest rung to the lowest. A worker is on one of the first four, and goes up and
-    down while it serves; a decision is on its worker's, or lower."""
+    """Rungs from the highest to the lowest. A worker is on one of the first four, and moves while
+    it serves; a decision is on its worker's, or lower."""
 
     EXACT = "exact"
     BOUND = "bound"
@@ -19,23 +19,23 @@ class Trust(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Trust:
-        """Raises ValueError."""
+        """Returns the rung of that name. Raises ValueError."""
         return cls(text)
 
     @property
     def predicts(self) -> bool:
-        """Whether the overlap says what the worker will find cached; else nobody could tell."""
+        """Whether the overlap says what the worker will find cached."""
         return self in (Trust.EXACT, Trust.BOUND)
 
     @property
     def text(self) -> str:
-        """The same as a sentence."""
+        """Meaning of the rung, as a sentence."""
         return _TEXTS[self]
 
 
 class Rung(NamedTuple):
-    """Where a worker is on the ladder. trust_cause: why it is not exact, and, after a colon, what
-    would change that."""
+    """worker's place on the ladder. trust_cause: why it is not exact, and, after a colon, the
+    remedy."""
 
     trust: Trust = Trust.EXACT
     trust_cause: str = ""

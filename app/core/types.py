@@ -27,13 +27,14 @@ WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TAG = re.compile(r"[0-9a-f]{16}")
 RESERVATION_ID = re.compile(r"[\x21-\x7e]{1,128}(~[0-9a-f]{16})?")
-"""`<request_id>~<tag>`; or a request's id, for the reservation that has it to itself."""
+"""`<request_id>~<tag>`; or the request's id, if no other reservation has it."""
 _SENT = re.compile(r"(?:t=)?(\d{10})\.?(\d{3})\d*")
 TENANT_ID = re.compile(r"[\x21-\x7e]{1,64}")
 
 
 def random_hex(num_bytes: int) -> str:
-    """Two digits for each byte, which nobody can guess; the system is asked once for many."""
+    """Returns two digits for each byte, which nobody can guess; the system is asked once for
+    many."""
     global _random
     taken = _random.read(num_bytes)
     if len(taken) < num_bytes:
@@ -48,13 +49,14 @@ os.register_at_fork(after_in_child=lambda: _random.seek(0, os.SEEK_END))
 
 
 def new_id() -> str:
-    """Letters and digits that nothing else is named by."""
+    """Returns a name that nothing else has: letters and digits."""
     return random_hex(16)
 
 
 @lru_cache(maxsize=4096)
 def parse_incarnation(text: bytes) -> Incarnation | None:
-    """The incarnation in a key or field of Redis, where anybody may write; None: it is none.
+    """Returns the incarnation in a key or field of Redis, where anybody may write; None if it is
+    none.
 
     Cached, because every decision reads those of all workers.
     """
@@ -62,7 +64,7 @@ def parse_incarnation(text: bytes) -> Incarnation | None:
 
 
 def checked_request_id(value: object) -> str:
-    """`value`, which a caller gave as the id of a request. Raises InvalidRequest if it is none."""
+    """Returns a caller's `value` if it can be the id of a request. Raises InvalidRequest."""
     if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
         raise InvalidRequest(
             "request_id", f"needs 1 to 128 visible ASCII characters, got {shown(value)}"
@@ -71,7 +73,8 @@ def checked_request_id(value: object) -> str:
 
 
 def checked_sent_ms(value: str | None) -> int | None:
-    """When a request was sent, by the clock of who sent it, in ms since 1970; None: nobody says.
+    """Returns when a request was sent, ms since 1970, by the sender's clock; None if `value` is
+    empty.
 
     value: of the header, as proxies write it: `t=1700000000123`, or `t=1700000000.123`. Raises
     InvalidRequest.
@@ -87,21 +90,19 @@ def checked_sent_ms(value: str | None) -> int | None:
 
 
 def request_id_of(reservation_id: str) -> str:
-    """The id of the request that a reservation is for."""
+    """Returns the id of the request that a reservation is for."""
     request_id, _, tag = reservation_id.rpartition("~")
     return request_id if request_id and TAG.fullmatch(tag) else reservation_id
 
 
 def checked_reservation_id(value: str) -> str:
-    """`value`, which a caller gave as the id of a reservation, or of its request.
-
-    Raises InvalidRequest if it can be neither.
-    """
+    """Returns a caller's `value` if it can be the id of a reservation, or of its request. Raises
+    InvalidRequest."""
     return value if RESERVATION_ID.fullmatch(value) else checked_request_id(value)
 
 
 class WorkerKey(NamedTuple):
-    """The unit of routing. Written `<worker_id>:<dp_rank>`."""
+    """Unit of routing, written `<worker_id>:<dp_rank>`."""
 
     worker_id: str
     dp_rank: int = 0
@@ -111,7 +112,7 @@ class WorkerKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> WorkerKey:
-        """The key in `text`. Raises ValueError for anything but `<worker_id>:<dp_rank>`."""
+        """Returns the key in `text`. Raises ValueError for anything but `<worker_id>:<dp_rank>`."""
         worker_id, _, rank = text.rpartition(":")
         if not WORKER_ID.fullmatch(worker_id) or not re.fullmatch(r"[0-9]{1,5}", rank):
             raise ValueError(f"not a worker key: {text!r}")
@@ -119,7 +120,7 @@ class WorkerKey(NamedTuple):
 
 
 class Tier(IntEnum):
-    """Where a block is held; a larger value is slower to use."""
+    """Memory that holds a block; a larger value is slower to use."""
 
     DEVICE = 0
     HOST = 1
@@ -139,7 +140,7 @@ class TierOverlap:
         return self.device + self.host + self.disk
 
     def first(self, blocks: int) -> TierOverlap:
-        """Its first `blocks` blocks, or all of them if there are fewer."""
+        """Returns the first `blocks` blocks, or all of them if there are fewer."""
         device = min(self.device, blocks)
         host = min(self.host, blocks - device)
         return TierOverlap(device, host, min(self.disk, blocks - device - host))

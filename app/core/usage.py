@@ -1,4 +1,4 @@
-"""What requests have used, added up by who sent them and for which model."""
+"""Usage of requests, added up by key, tenant or model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HOUR_MS = 3_600_000
 
 
 class Who(NamedTuple):
-    """key: its name; "": the request needed none. tenant: "" for none. model: that answered; "":
-    none was found."""
+    """Origin of usage. key: its name; "": none was needed. tenant: "" for none. model: the one that
+    answered; "": none was found."""
 
     key: str
     tenant: str
@@ -20,9 +20,9 @@ class Who(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """failed: engines failed them, or their answers broke off. refused: by the router. waited_ms:
-    for a worker that could take them. by_router: requests whose tokens the router counted, as their
-    engine did not tell."""
+    """Sums over requests. failed: by engines, or answers that broke off. refused: by the router.
+    waited_ms: for a worker that could take them. by_router: requests whose tokens the router
+    counted, as their engine did not tell."""
 
     requests: int = 0
     failed: int = 0
@@ -34,7 +34,6 @@ class Usage(NamedTuple):
     by_router: int = 0
 
     def plus(self, other: Usage) -> Usage:
-        """Returns the sum of both."""
         return Usage(*map(sum, zip(self, other, strict=True)))
 
 
@@ -43,7 +42,7 @@ BY: Mapping[str, Callable[[Who], str]] = {
     "tenant": lambda who: who.tenant or ANONYMOUS,
     "model": lambda who: who.model or "unknown",
 }
-"""Names what usage is added up by."""
+"""Ways to add usage up -> the name that one origin counts under."""
 
 
 def added_up(used: Iterable[tuple[Who, Usage]], by: str) -> dict[str, Usage]:
@@ -61,5 +60,5 @@ def tokens(usage: Usage) -> int:
 
 
 def cached_share(usage: Usage) -> float | None:
-    """Returns the share of the prompt tokens that was cached; None: there were no tokens."""
+    """Returns the share of the prompt tokens that was cached; None if there were no tokens."""
     return usage.cached_tokens / usage.prompt_tokens if usage.prompt_tokens else None

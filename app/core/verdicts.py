@@ -1,5 +1,4 @@
-"""The record of a worker that does not simply serve, as Redis keeps it: what speaks against it, for
-how long, and who says so."""
+"""Record of what speaks against a worker, for how long, and who says so, as Redis keeps it."""
 
 from __future__ import annotations
 
@@ -15,24 +14,24 @@ import orjson
 from app.core.types import Incarnation
 
 LATE = "late"
-"""The mark of a worker whose first tokens come later than predicted."""
+"""Mark of a worker whose first tokens come later than predicted."""
 LATE_FADES_MS = 7000
-"""By a factor of e, as in lua/lib/late.lua."""
+"""Time in which lateness fades by a factor of e, as in lua/lib/late.lua."""
 LATE_COUNTS_S = 0.2
 LATE_TOLD_MS = 60_000
 FAILED = "failed"
-"""The mark of failures that count for all callers."""
+"""Mark of failures that count for all callers."""
 LACKS, CALLER = "lacks ", "caller "
 SHARE_FADES_MS = 4000
-"""By a factor of e, as in lua/lib/verdict.lua."""
+"""Time in which a share of failures fades by a factor of e, as in lua/lib/verdict.lua."""
 SHARE_COUNTS = 0.1
-"""A smaller share of failed tries says nothing of a worker."""
+"""Least share of failed tries that says anything of a worker."""
 RENEWED_MS = 2500
-"""So long after its failure, or its pause, a worker has renewed its lease, or is gone."""
+"""Time after its failure, or its pause, by which a worker has renewed its lease, or is gone."""
 
 
 class State(StrEnum):
-    """What a worker is for requests, as all that tell of workers name it."""
+    """worker's state for requests, under the name that all output uses."""
 
     SERVING = "serving"
     AWAY = "away"  # and serves: its agent is not heard of, its engine answers
@@ -47,8 +46,8 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a worker's record comes to. until_ms: 0: nobody knows. cause: "": there is none.
-    witnesses: callers that saw failures there."""
+    """Conclusion from a worker's marks. until_ms: 0: not known. cause: "": none. witnesses: callers
+    that saw failures of the worker."""
 
     state: State
     since_ms: int = 0
@@ -57,7 +56,7 @@ class Verdict:
     witnesses: Sequence[str] = ()
 
     def told(self, now_ms: int) -> dict[str, Any]:
-        """For whoever looks: times in seconds from now; None is not known."""
+        """Returns the verdict for output: times in seconds from now; None is not known."""
         return {
             "state": self.state,
             "since_s": max(0, now_ms - self.since_ms) / 1000 if self.since_ms else None,
@@ -74,9 +73,9 @@ SERVING = Verdict(State.SERVING)
 class Mark:
     """One thing that speaks against a worker; times by the Redis clock.
 
-    count, last_ms: failures in a row, and when the last one was. share: of its tries lately, those
-    that failed, in thousandths, as of at_ms. life: of its engine. late_ms: how much later than
-    predicted its first tokens come, as of at_ms.
+    count, last_ms: failures in a row, and the time of the last. share: failed tries lately, in
+    thousandths, as of at_ms. life: the engine's. late_ms: how much later than predicted first
+    tokens come, as of at_ms.
     """
 
     since_ms: int = 0
@@ -91,13 +90,14 @@ class Mark:
     late_ms: int = 0
 
     def share_at(self, now_ms: int) -> float:
-        """The share by now, from 0 to 1; 0 if it is too small to say anything."""
+        """Returns the share of failed tries by now, 0 to 1; 0 if it is too small to say
+        anything."""
         share = self.share / 1000 * math.exp(min(0, self.at_ms - now_ms) / SHARE_FADES_MS)
         return share if share >= SHARE_COUNTS else 0.0
 
     def late_s(self, now_ms: int) -> float:
-        """How late first tokens come, in seconds. It fades, so that the worker is tried again; 0
-        once it is too little to say anything."""
+        """Returns how late first tokens come, in seconds, fading so that the worker is tried again;
+        0 once that is too little to say anything."""
         late_s = self.late_ms / 1000 * math.exp(min(0, self.at_ms - now_ms) / LATE_FADES_MS)
         return late_s if late_s >= LATE_COUNTS_S else 0.0
 
@@ -107,8 +107,8 @@ _TYPES = {name: type(value) for name, value in asdict(NO_MARK).items()}
 
 
 class Marks(dict[str, Mark]):
-    """All that speaks against a worker: `tainted`, `draining`, `ill`, `away`, FAILED, and by LACKS
-    and CALLER, for what or for whom it is left alone."""
+    """Marks of a worker, by name: `tainted`, `draining`, `ill`, `away`, FAILED, and LACKS and
+    CALLER with the model, path or caller for which the worker is avoided."""
 
     @property
     def failed(self) -> Mark:
@@ -116,23 +116,24 @@ class Marks(dict[str, Mark]):
 
     @property
     def is_on_trial(self) -> bool:
-        """Of a worker that has a lease."""
+        """Whether a worker that has a lease is on trial."""
         return self.failed.until_ms > 0
 
     @property
     def is_out(self) -> bool:
-        """Whether it gets no requests, however few others are left."""
+        """Whether the worker gets no requests, however few others are left."""
         return "tainted" in self or "draining" in self
 
     def first_tokens_late_s(self, now_ms: int) -> float | None:
-        """How much later than predicted first tokens came within a minute; None: in time."""
+        """Returns how much later than predicted first tokens came within a minute; None if in
+        time."""
         late = self.get(LATE)
         if late is None or now_ms - late.at_ms >= LATE_TOLD_MS:
             return None
         return late.late_ms / 1000
 
     def away_ms(self, now_ms: int) -> int | None:
-        """Since when its agent is away; None: it is not."""
+        """Returns since when the agent is away; None if it is not."""
         away = self.get("away", NO_MARK)
         return away.since_ms if away.until_ms > now_ms else None
 
@@ -162,7 +163,7 @@ NO_MARKS = Marks()
 
 
 class MarksByWorker(dict[Incarnation, Marks]):
-    """Of all others, `[...]` says NO_MARKS."""
+    """Incarnation -> marks; NO_MARKS for all others."""
 
     def __missing__(self, _: Incarnation) -> Marks:
         return NO_MARKS
@@ -170,7 +171,7 @@ class MarksByWorker(dict[Incarnation, Marks]):
 
 @lru_cache(maxsize=4096)
 def parse_marks(text: bytes) -> Marks:
-    """What is kept in Redis; what cannot be read is left out."""
+    """Returns the marks in a field of `verdicts`, without those that cannot be read."""
     try:
         told = orjson.loads(text).items()
     except (ValueError, AttributeError):

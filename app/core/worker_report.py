@@ -1,4 +1,4 @@
-"""What a worker says of itself: what it registers and what it measures.
+"""Reports of workers: what they register and what they measure.
 
 Each field says here all that other code knows of it: the text in Redis, the answers of routers,
 `kvroute inspect` and the gauges are made from INFO, METRICS, SPEED and GPU.
@@ -19,25 +19,25 @@ from app.core.types import WorkerKey
 MAX_CONTEXT = 1 << 21
 """Tokens; no model takes more."""
 UNKNOWN = "?"
-"""What an engine does not tell of its KV."""
+"""Value of a fact that an engine does not tell of its KV."""
 GPU_PREFIX = "gpu_"
 """Prefix of the readings' names in the stream and in gauges."""
 
 
 def as_fingerprint(facts: Mapping[str, str]) -> tuple[str, ...]:
-    """What decides whether KV is right elsewhere, by name, as `kv_fingerprint`. An empty value is
-    not known."""
+    """Returns the facts that decide whether KV is right elsewhere, as `kv_fingerprint`. An empty
+    value is not known."""
     return tuple(f"{name}={value or UNKNOWN}" for name, value in sorted(facts.items()))
 
 
 def process_of(life: str) -> str:
-    """Of an `engine_life`, the part that is the same until its process begins anew."""
+    """Returns the part of an `engine_life` that stays until the engine's process begins anew."""
     return life.partition("+")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker reports about itself when it registers; fixed for one incarnation."""
+    """Registration of a worker; fixed for one incarnation."""
 
     key: WorkerKey = field(
         metadata={"help": "<worker_id>:<dp_rank>", "wire": "worker", "answer": "", "text": ""}
@@ -168,7 +168,7 @@ class WorkerInfo:
 
     @property
     def reuse_rule(self) -> ReuseRule:
-        """What its engine reuses of blocks that it holds, as far as numbers tell."""
+        """Rule of what the engine reuses of the blocks it holds, as far as numbers tell."""
         if self.trust is Trust.LOAD_ONLY:
             return NO_BLOCK
         numbers = (self.reuse_blocks, self.lookahead_blocks, self.recomputed_blocks)
@@ -176,7 +176,7 @@ class WorkerInfo:
 
     @property
     def most_tokens(self) -> int:
-        """That a prompt and its answer can have together, as far as that is known."""
+        """Tokens that a prompt and its answer can have together, as far as that is known."""
         room = self.kv_total_blocks * self.block_size or MAX_CONTEXT
         return min(room, self.max_model_len or MAX_CONTEXT, MAX_CONTEXT)
 
@@ -258,12 +258,12 @@ class ForwardPassMetrics:
 
     @property
     def num_requests(self) -> int:
-        """In the engine, whoever sent them."""
+        """Requests in the engine, whoever sent them."""
         return self.request_active_slots + self.num_requests_waiting
 
     def beside(self, *reserved: Load | None) -> ForwardPassMetrics:
-        """The same, with the most that routers had reserved while it was counted; None: nobody
-        knows."""
+        """Returns the metrics with the largest of these reservations, which routers held while the
+        engine was counted; unchanged if one is not known."""
         loads = [load for load in reserved if load is not None]
         if len(loads) < len(reserved):
             return self
@@ -277,7 +277,7 @@ class ForwardPassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a worker is, in wall-clock seconds, as learned from its own steps.
+    """Speed of a worker, in wall-clock seconds, as learned from its own steps.
 
     The defaults are near a 70B model on four H100s, with a link of 100 Gbit/s. Being off by 40 %
     costs a few percent of TTFT.
@@ -301,7 +301,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class GpuReadings:
-    """What a worker's GPU reports about itself. None: it does not report it, or does not answer."""
+    """Readings of a worker's GPU. None: the GPU does not report it, or does not answer."""
 
     memory_used_bytes: int | None = said(
         "memory in use on a worker's GPU", None, text="{:,.1f} GiB used", per=2**30
@@ -337,7 +337,7 @@ class GpuReadings:
     )
 
     def known(self) -> dict[str, float]:
-        """The readings that there are, by name."""
+        """Returns name -> reading of the readings that there are."""
         values = ((item.name, getattr(self, item.name)) for item in GPU)
         return {name: value for name, value in values if value is not None}
 

@@ -20,8 +20,6 @@ from app.core.settings.worker import MemberSettings
 
 @dataclass(frozen=True, slots=True)
 class EngineAgentSettings(MemberSettings):
-    """One agent beside an engine of another make."""
-
     port: int = setting(
         8082, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON, often=True
     )

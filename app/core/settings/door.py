@@ -23,7 +23,7 @@ from app.core.settings.kinds import (
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings(CommonSettings):
-    """How a replica takes the requests of OpenAI clients, and carries them to engines."""
+    """Settings of how a replica takes requests of OpenAI clients and carries them to engines."""
 
     api_key: str = setting(
         "",

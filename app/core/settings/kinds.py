@@ -1,8 +1,8 @@
-"""What settings are made of, and those that all processes have.
+"""Kinds of settings, and the settings that all processes have.
 
-Each field has its default, its help, its variable and which values it takes, as plain data: here
-alone. app/options.py makes command-line options of them. Other code gets its settings from here,
-not from the environment.
+Each field has its default, help, variable and kind of values, as plain data, only here.
+app/options.py makes command-line options of them. Other code gets its settings from here, not from
+the environment.
 """
 
 from __future__ import annotations
@@ -18,39 +18,33 @@ from app.core.types import TENANT_ID
 
 PRIORITIES = ("high", "normal", "low")
 PRIORITY_SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
-"""Factor on a tenant's weight. No priority is strict, so nothing starves."""
+"""Priority -> factor on a tenant's weight. No priority is strict, so nothing starves."""
 COMMON = "Common"
-"""The heading of what every process has."""
+"""Heading of the settings that every process has."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Whole numbers, both ends included."""
-
     least: int
     most: int
 
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """Numbers, both ends included."""
-
     least: float
     most: float
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Some words."""
-
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """Text of some form. shape: the form, in a word. check: raises ValueError for other text.
-    separator: between the entries of a list, which may be given one by one, too; "": it is none."""
+    separator: between entries, which may also be given one by one; "": not a list."""
 
     shape: str
     check: Callable[[str], object]
@@ -59,15 +53,15 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A name in the table of policies, app/policy/cost.py."""
+    """Name in the table of policies, app/policy/cost.py."""
 
 
 Kind = Integers | Real | OneOf | Text | PolicyName | type[bool] | None
-"""Which values a field takes; None: any of its default's type."""
+"""Values that a field takes; None: any of its default's type."""
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Tenant -> weight, from text like `a=4,b=0.5`. Raises ValueError for anything else."""
+    """Returns tenant -> weight, from text like `a=4,b=0.5`. Raises ValueError for anything else."""
     weights: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, weight = part.rpartition("=")
@@ -83,8 +77,8 @@ def parse_weights(text: str) -> dict[str, float]:
 
 
 def parse_sharing(text: str) -> tuple[dict[str, float], ...]:
-    """Groups of namespaces, and the weight of each, from text like `old=9,new=1;blue=0,green=1`,
-    with blanks and ends of lines between entries or not. Raises ValueError for anything else."""
+    """Returns groups of namespaces with weights, from text like `old=9,new=1;blue=0,green=1`, with
+    blanks and ends of lines between entries or not. Raises ValueError for anything else."""
     groups: list[dict[str, float]] = []
     seen = set[str]()
     for part in text.split(";"):
@@ -131,14 +125,14 @@ def _is_base_url(text: str) -> bool:
 
 
 def _without_v1(url: str) -> None:
-    """OpenAI's clients call it their base URL with that; here paths begin with it."""
+    """Raises ValueError for the base URL of OpenAI's clients: paths begin with /v1 here."""
     if url.rstrip("/").endswith("/v1"):
         raise ValueError(f"{url!r}: leave out /v1 at its end, which is added where it belongs")
 
 
 def parse_engines(text: str) -> list[str]:
-    """The base URLs of engines, from text like `http://a:8000,http://b:8000`, each once; none for
-    `sim` and `torch`. Raises ValueError for anything else."""
+    """Returns the base URLs of engines, from text like `http://a:8000,http://b:8000`, each once;
+    none for `sim` and `torch`. Raises ValueError for anything else."""
     if text in ("sim", "torch"):
         return []
     urls = [url.strip() for url in text.split(",")]
@@ -150,8 +144,8 @@ def parse_engines(text: str) -> list[str]:
 
 
 def parse_origins(text: str) -> list[str]:
-    """Origins, from text like `https://a.example,http://localhost:3000`. Raises ValueError for
-    anything else."""
+    """Returns origins, from text like `https://a.example,http://localhost:3000`. Raises ValueError
+    for anything else."""
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     for origin in origins:
         if origin != "*" and not (_is_base_url(origin) and origin.count("/") == 2):
@@ -160,12 +154,12 @@ def parse_origins(text: str) -> list[str]:
 
 
 def base_url(host: str, port: int) -> str:
-    """The URL of what listens there; an IPv6 address goes in brackets."""
+    """Returns the URL of a listener; an IPv6 address goes in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 MOST = 10**12
-"""The largest count: exact as a double, which is what Lua counts in."""
+"""Largest count: exact as a double, in which Lua counts."""
 LONGEST_S = 10 * 365 * 24 * 3600
 
 PORT = Integers(0, 65535)
@@ -190,18 +184,18 @@ def setting(
     *,
     often: bool = False,
 ) -> Any:
-    """A dataclass field that can be set.
+    """Returns a dataclass field that can be set.
 
-    env: its variable, if not KVROUTE_<NAME>. heading: under which it is listed, and all further
-    fields of its class up to the next heading. often: many set it, and --help has it.
+    env: its variable, if not KVROUTE_<NAME>. heading: of its list, and of all further fields of the
+    class up to the next heading. often: --help lists it.
     """
     metadata = {"help": help_text, "kind": kind, "env": env, "heading": heading, "often": often}
     return field(default=default, metadata=metadata)
 
 
 def drain_setting(heading: str | None = None) -> Any:
-    """Returns the field of how long a part that is told to stop goes on: alike for all parts, as
-    what one would finish another must not cut short."""
+    """Returns the field of how long answers go on when a part is told to stop: one value for all
+    parts, as none must cut short what another would finish."""
     return setting(
         300.0,
         "On SIGTERM, for how long answers under way go on, at routers, workers and agents alike, "
@@ -212,7 +206,7 @@ def drain_setting(heading: str | None = None) -> Any:
 
 
 def headings(cls: type) -> dict[str, str]:
-    """The heading under which each setting is listed."""
+    """Returns field name -> heading."""
     heading, by_name = COMMON, {}
     for f in fields(cls):
         by_name[f.name] = heading = f.metadata["heading"] or heading
@@ -220,9 +214,9 @@ def headings(cls: type) -> dict[str, str]:
 
 
 def flag(f: Field[Any], value: bool = True) -> str:
-    """How a setting is given on a command line. value: of one that is only on or off.
+    """Returns a setting's flag on the command line. value: of a switch.
 
-    One that is named for what it switches off, and is not by default, has no opposite: "".
+    A switch that is off and named no-... has no opposite: "".
     """
     name = f.name.replace("_", "-")
     if f.metadata["kind"] is not bool or value:
@@ -231,7 +225,7 @@ def flag(f: Field[Any], value: bool = True) -> str:
 
 
 def shown_default(f: Field[Any]) -> str:
-    """The default as one would type it; "": there is none, or nothing to be typed."""
+    """Returns the default as one would type it; "" if there is none, or nothing to type."""
     if f.default in (None, ""):
         return ""
     if f.metadata["kind"] is bool:
@@ -240,15 +234,13 @@ def shown_default(f: Field[Any]) -> str:
 
 
 def variable(f: Field[Any]) -> str:
-    """The environment variable of a field made by `setting`."""
+    """Returns the environment variable of a field made by `setting`."""
     env: str = f.metadata["env"] or f"KVROUTE_{f.name.upper()}"
     return env
 
 
 @dataclass(frozen=True, slots=True)
 class CommonSettings:
-    """What routers and workers share."""
-
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0",
         "Redis that holds the shared state.",
@@ -265,7 +257,7 @@ class CommonSettings:
 
 
 def parse_names(text: str) -> dict[str, str]:
-    """Name -> value, from text like `a=x,b=y`. Raises ValueError for anything else."""
+    """Returns name -> value, from text like `a=x,b=y`. Raises ValueError for anything else."""
     pairs = [part.partition("=") for part in filter(None, text.split(","))]
     for name, _, value in pairs:
         if not name or not value:
@@ -274,8 +266,8 @@ def parse_names(text: str) -> dict[str, str]:
 
 
 def parse_aliases(text: str) -> dict[str, str]:
-    """Alias -> model, from text like `gpt-4o=llama-70b,gpt-4=llama-70b`, with blanks and ends of
-    lines between entries or not. Raises ValueError for anything else."""
+    """Returns alias -> model, from text like `gpt-4o=llama-70b,gpt-4=llama-70b`, with blanks and
+    ends of lines between entries or not. Raises ValueError for anything else."""
     models: dict[str, str] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
         alias, _, model = (part.strip() for part in entry.partition("="))

@@ -23,7 +23,7 @@ CONNECTORS = ("advise", "local", "exec", "kubernetes")
 
 
 class ScalingPolicy(StrEnum):
-    """By what a fleet's size is chosen: see app/planner/rules/policies.py."""
+    """Rule that sizes the fleet: see app/planner/rules/policies.py."""
 
     SLO = "slo"
     THRESHOLD = "threshold"
@@ -31,7 +31,7 @@ class ScalingPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings(CommonSettings):
-    """One planner; any number of them may stand by."""
+    """Settings of one planner; any number of them may stand by."""
 
     port: int = setting(
         8083, "Port for /health and /metrics; 0 takes a free one.", PORT, heading=COMMON, often=True

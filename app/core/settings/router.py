@@ -25,8 +25,6 @@ from app.core.settings.kinds import (
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings(DoorSettings):
-    """One router replica."""
-
     port: int = setting(
         8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
     )
@@ -149,20 +147,20 @@ class RouterSettings(DoorSettings):
 
     @property
     def max_queue_s(self) -> float:
-        """The longest queue of a worker that takes requests, seconds; infinite unless requests may
-        wait for it to shorten and --wait-above-s is set."""
+        """Longest queue of a worker that takes requests, seconds; infinite unless requests may wait
+        for it to shorten and --wait-above-s is set."""
         return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
 
 
 CARRIAGE_SETTINGS = (
     *("shared_fd", "migrate", "stalled_s", "comment_every_s", "kv_lease_s", "strict_roles"),
 )
-"""Settings of a router that say how it carries requests, which a gateway does in its place."""
+"""Settings of how a router carries requests, which a gateway does in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickerSettings(RouterSettings):
-    """A router replica that tells a gateway where each request goes."""
+    """Settings of a replica that tells a gateway where each request goes."""
 
     grpc_port: int = setting(
         9002,

@@ -25,7 +25,7 @@ from app.core.settings.kinds import (
 
 @dataclass(frozen=True, slots=True)
 class MemberSettings(CommonSettings):
-    """What all that register workers share."""
+    """Settings of all processes that register workers."""
 
     worker_id: str = setting(
         "", "Name in the fleet; unset: the host name.", heading="Worker", often=True
@@ -63,7 +63,7 @@ class MemberSettings(CommonSettings):
         return self.worker_id or socket.gethostname()
 
     def check_role(self, kv_transfer: str) -> None:
-        """Raises ConfigError if no KV can travel, as the role needs."""
+        """Raises ConfigError if the role needs KV to travel and none can."""
         if self.role != "both" and not kv_transfer:
             raise ConfigError(
                 f"--role {self.role}: needs --kv-transfer, as KV has to travel for it"
@@ -72,7 +72,7 @@ class MemberSettings(CommonSettings):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings(MemberSettings):
-    """One worker: an agent and the engine it hosts."""
+    """Settings of one worker: an agent and the engine it hosts."""
 
     port: int = setting(
         8081, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
