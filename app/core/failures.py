@@ -26,7 +26,7 @@ class Counts(IntEnum):
     CALLER = 0
     """Only the caller that saw the failure."""
     WITNESSED = 1
-    """Every caller, once there are two witnesses: another caller that saw failures of the worker, or
+    """Any caller, once there are two witnesses: another caller that saw failures of the worker, or
     another worker that answers the request."""
     ALL = 2
 

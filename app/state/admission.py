@@ -1,4 +1,4 @@
-"""Limits of keys, in Redis: buckets that fill by its clock, and requests under way."""
+"""Limits of keys in Redis: buckets that fill by its clock, and requests under way."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from app.state.records import AdmitRow
 from app.state.scripts import Call, call, command
 
 KEPT_MS = 48 * 3_600_000
-"""Longer than a bucket of any limit takes to be full again."""
+"""Lifetime of a key's limits, longer than any bucket takes to fill."""
 
 
 class Admitted(NamedTuple):
-    """What became of a row. refused: which limit refuses it; "": none. number: what was taken of
-    uncached tokens, or in how many ms it may be let in. requests, tokens: what is left; -1: no
-    limit. replicas: how many have asked about the key lately."""
+    """Outcome of a row. refused: the limit that refuses it; "": none. number: uncached tokens
+    taken, or ms until it may be let in. requests, tokens: what is left; -1: no limit. replicas: how
+    many have asked about the key lately."""
 
     refused: str
     number: int
@@ -37,7 +37,7 @@ def row_of(
     prompt_tokens: int = 0,
     cached_tokens: int = 0,
 ) -> AdmitRow:
-    """A request to let in, or with `asks` False to settle: see lua/admit.lua."""
+    """Returns a request to let in or, with `asks` False, to settle: see lua/admit.lua."""
     return AdmitRow(
         key=rules.name,
         asks=int(asks),
@@ -57,8 +57,8 @@ def row_of(
 def admit(
     keyspace: Keyspace, replica: str, number: int, rows: Sequence[AdmitRow], *, lease_ms: int
 ) -> Call[list[Admitted]]:
-    """Let requests of limited keys in, or settle what they have used; returns what became of each
-    row. number: larger than those of earlier calls of the replica."""
+    """Lets requests of limited keys in, or settles what they used; returns each row's outcome.
+    number: larger than in the replica's earlier calls."""
     fields = [field for row in rows for field in row]
 
     def parse(reply: list[Any]) -> list[Admitted]:
@@ -71,8 +71,8 @@ def admit(
 
 
 def used(keyspace: Keyspace, rules: KeyRules) -> Call[dict[str, tuple[float, int]]]:
-    """How much of each limit of a key is taken, and how much may be at once, as the last request
-    left it."""
+    """Returns limit -> what is taken of a key's limit and what may be at once, as of its last
+    request."""
 
     def parse(reply: list[Any]) -> dict[str, tuple[float, int]]:
         fields = dict(zip(reply[::2], (value.split() for value in reply[1::2]), strict=True))

@@ -1,4 +1,4 @@
-"""Which agent process is the agent of which engines."""
+"""Claims of agent processes on engines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def claim(
     ttl_ms: int,
     room: int,
 ) -> Call[tuple[frozenset[str], frozenset[str]]]:
-    """Of which engines the process `holder` is the agent for `ttl_ms` from now, and which of them
-    nobody is the agent of; 0: it leaves.
+    """Claims engines for the process `holder`, for `ttl_ms` (0: it leaves). Returns the engines
+    that it is the agent of, and those that have no agent.
 
     source: of the engines; processes with the same one share them. ready, others: all engines that
-    it sees; `others` are claimed only if somebody had claimed them before. room: of how many it can
-    be the agent.
+    the process sees; `others` are claimed only if somebody had claimed them before. room: most
+    engines of a process.
     """
 
     def parse(reply: list[Any]) -> tuple[frozenset[str], frozenset[str]]:

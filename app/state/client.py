@@ -1,4 +1,4 @@
-"""A client of one server; those of Sentinel and of a Cluster, used alike, are made from it."""
+"""Client of one Redis server, and base of those for Sentinel and Cluster."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ MAX_REDIRECTS = 4
 
 
 class RedisClient(Redis):
-    """One server. Subclasses differ in where a key is, and in what they learn from an error."""
+    """Client of one server. Subclasses differ in where a key is, and in what errors tell them."""
 
     has_nodes = False
-    """Whether there are nodes, which `node_of` tells: else this is where every key is."""
+    """Whether `node_of` tells nodes apart; else every key is here."""
     stale = False
-    """Whether `refresh` must be called before nodes are asked for."""
+    """Whether `refresh` must be called before `node_of`."""
 
     async def refresh(self) -> None:
-        """Learn where keys are. Raises RedisError, OSError."""
+        """Looks up where keys are. Raises RedisError, OSError."""
 
     def doubt(self) -> None:
-        """Record that a node did not answer, so that a `refresh` is due."""
+        """Makes a `refresh` due, as a node did not answer."""
 
     def node_of(self, key: str, *, replica: bool = False) -> Node:
-        """Where `key` is. replica: for reads only, and possibly behind its master."""
+        """Returns the node of `key`. replica: for reads only, and possibly behind its master."""
         return Node(self)
 
     async def redirect(self, node: Node, errors: Mapping[str, Exception]) -> dict[str, Node]:
-        """Where to resend what `did_not_run` on `node`, by key; keys left out go nowhere.
-
-        errors: what `node` replied, by a key of the command.
-        """
+        """Returns the nodes to resend to what `did_not_run` on `node`, by key; other keys go
+        nowhere. errors: what `node` replied, by a key of the command."""
         if node.replica:
             return dict.fromkeys(errors, Node(self))
         refused = [key for key, error in errors.items() if not isinstance(error, NotSent)]
@@ -50,19 +48,17 @@ class RedisClient(Redis):
         return dict.fromkeys(refused, node)
 
     async def masters(self) -> list[Redis]:
-        """A client for each server that takes writes. Raises RedisError, OSError."""
+        """Returns a client for each server that takes writes. Raises RedisError, OSError."""
         return [self]
 
     async def follow(self) -> None:
-        """Learn what no error reveals, until cancelled; returns if there is nothing of the kind."""
+        """Follows what no error reveals, until cancelled; returns if there is nothing of the
+        kind."""
 
 
 async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> T:
-    """The result of the first of `asks` to succeed; each starts when the last failed or is slow.
-
-    patience_s: how long one is waited for before the next starts as well. If all fail, raises what
-    the last one raised.
-    """
+    """Returns the result of the first of `asks` to succeed; each starts when the last failed or is
+    slow. patience_s: how slow. If all fail, raises what the last one raised."""
     waiting = list(reversed(asks))
     pending: set[asyncio.Future[T]] = set()
     error: BaseException | None = None
@@ -87,9 +83,8 @@ async def first_answer(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: f
 
 
 async def answers(asks: Sequence[Callable[[], Awaitable[T]]], patience_s: float) -> list[T]:
-    """The results of all `asks` that succeed within `patience_s`, or else of the first to succeed.
-
-    There must be some. All start at once. If all fail, raises what one of the last raised.
+    """Returns the results of all `asks` that succeed within `patience_s`, or else of the first to
+    succeed. All start at once; there must be some. If all fail, raises what one of the last raised.
     """
     pending = {asyncio.ensure_future(ask()) for ask in asks}
     try:

@@ -1,4 +1,4 @@
-"""A client of all nodes of a Redis Cluster.
+"""Client of all nodes of a Redis Cluster.
 
 redis-py's RedisCluster is not used. Its pipelines lose all answers when one node fails, and resend
 commands that may have run. Cancelling its slot lookup cuts every connection in use.
@@ -23,17 +23,17 @@ from app.state.round_trip import Node, SharingPool, did_not_run, round_trip
 
 KEYLESS = frozenset({"INFO", "PING", "TIME"})
 COMMAND_S = 60.0
-"""Bounds one command. Callers have deadlines of their own, which are shorter."""
+"""Bound of one command. Callers have deadlines of their own, which are shorter."""
 
 
 class ClusterClient(RedisClient):
-    """All nodes of a Redis Cluster, each with its own connections.
+    """Nodes of a Redis Cluster, each with its own connections.
 
     A command with one key goes where the key is, provided that it is the first argument or the
     first stream of an XREAD. INFO, PING and TIME go to any node. Pipelines are sent by `round_trip`
     to one node.
     seeds: nodes to ask first for the list of nodes. options: of the connections to each.
-    patience_s: when asking for the slots, how long one node is waited for before another is.
+    patience_s: how long a node that is asked for the slots is waited for before another is asked.
     """
 
     has_nodes = True
@@ -46,7 +46,7 @@ class ClusterClient(RedisClient):
         self._patience_s = patience_s
         self._clients: dict[tuple[Address, bool], Redis] = {}
         self._slots: dict[int, list[Address]] = {}
-        """For each slot, its master and then its replicas."""
+        """Slot -> its master and then its replicas."""
         self.stale = True
         super().__init__(connection_pool=self._client(self._seeds[0]).connection_pool)
 
@@ -167,14 +167,13 @@ class ClusterClient(RedisClient):
 
 
 async def _connect_read_only(connection: AbstractConnection) -> None:
-    """Connect to a Cluster replica so that it answers reads instead of naming its master."""
+    """Connects to a Cluster replica so that it answers reads instead of naming its master."""
     await connection.on_connect()
     await connection.send_command("READONLY")
     await connection.read_response()
 
 
 def _key_of(args: Sequence[Any]) -> str:
-    """The key of a command; "" for one without."""
     if args[0] in KEYLESS:
         return ""
     position = args.index(b"STREAMS") + 1 if args[0] == "XREAD" else 1

@@ -1,10 +1,10 @@
-"""The loads of all workers as one caller knows them, kept current by what has changed since.
+"""Loads of all workers as one caller knows them, kept current by what has changed since.
 
-Each change of a worker's load or registration has a version (lua/lib/changed.lua). Who knows all of
-them up to one version asks for those after it, and for the leases that have lapsed. Who has
-registered since is among them; that somebody is gone, only everything tells. The answer also
-says how many workers and loads there are, and which change is the last that it leaves out: where
-that is not what the caller knows, Redis has lost something, and the caller asks for everything.
+Each change of a worker's load or registration has a version (lua/lib/changed.lua). A caller that
+knows all changes up to one version asks for those after it, and for lapsed leases. New workers are
+among them; that a worker is gone, only a full answer tells. Each answer also counts workers and
+loads, and names the last change that it leaves out: if the caller knows others, Redis has lost
+something, and the caller asks for everything.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ALL = slice(None)
 
 
 class Columns:
-    """What is known of each incarnation, in ascending order, written in place.
+    """Loads of incarnations, in ascending order, written in place.
 
-    For one caller that asks again only once it has the answer. It asks for everything after AUDIT_S
-    at most, as somebody may have written in Redis by hand.
+    The one caller asks again only once it has the answer. Every AUDIT_S it asks for everything, as
+    somebody may have written in Redis by hand.
     """
 
     def __init__(self) -> None:
@@ -42,31 +42,32 @@ class Columns:
         self._loads = np.empty((len(LOAD_FIELDS), 0))
         self._has_load = self._is_readable = self._is_alive = np.empty(0, np.bool_)
         self._versions = np.empty(0)
-        """0 where it is not known."""
+        """0: not known."""
         self._num_loads = 0
         self._lapsed: list[bytes] | None = None
         self._told: tuple[Collection[bytes], list[bytes]] | None = None
-        """Whose leases and whose loads the last answer told, if it told everything and no version:
-        usually those of the next one, too."""
+        """Leases and loads of the last answer, if that told everything and no version: usually
+        those of the next one, too."""
         self._told_rows: list[int] | slice = ALL
-        """Of those loads."""
+        """Rows of those loads."""
         self._shown: Snapshot | None = None
-        """The last answer, while it still is right about who is live."""
+        """The last answer, while it still is right about live workers."""
         self._since = 0
         self._everything_s = 0.0
         self._changed: set[bytes] = set()
-        """Whose change no one has taken from a snapshot yet: an answer may be refused here, or lost
-        with others of its round trip, but what it told of is told by the next one, too."""
+        """Changes that no reader of a snapshot has taken yet: an answer may be refused, or lost
+        with others of its round trip, so the next one names them too."""
 
     def ask(self) -> int:
-        """The version since when changes are to be told; 0: everything is."""
+        """Returns the version since when changes are to be told; 0: everything is."""
         now_s = time.monotonic()
         if now_s - self._everything_s > AUDIT_S:
             self._since, self._everything_s = 0, now_s
         return self._since
 
     def take(self, reply: Sequence[Any]) -> Snapshot | None:
-        """What a snapshot of lua/lib/snapshot.lua says, with what is known; None: ask again."""
+        """Returns the snapshot that a reply of lua/lib/snapshot.lua and the known loads make; None:
+        ask again."""
         now_ms, rounds, leases, loads, versions, *rest = reply
         if not rest:
             self._changed.update(self._take_everything(leases, loads, versions))
@@ -80,7 +81,7 @@ class Columns:
     def _take_everything(
         self, live: Collection[bytes], pairs: list[bytes], versions: list[bytes]
     ) -> list[bytes]:
-        """Returns whose version is not what it was, or is not known."""
+        """Returns the workers whose version is new or not known."""
         told = live, pairs[::2]
         if told == self._told and not versions:
             self._write(self._told_rows, pairs[1::2])
@@ -117,7 +118,7 @@ class Columns:
         num_loads: int,
         last: list[bytes],
     ) -> bool:
-        """False: they are not all that is new to the caller."""
+        """False: some of what is new to the caller is missing."""
         row = self._row
         if new := [name for name in pairs[::2] if name not in row]:
             self._add(new)
@@ -152,8 +153,8 @@ class Columns:
         )
 
     def _add(self, names: list[bytes]) -> None:
-        """Rows of incarnations that have just registered, behind all others. If not all are later
-        ones, none is added."""
+        """Adds rows of newly registered incarnations behind all others; none, if not all are later
+        ones."""
         last = self._incarnations[-1] if self._incarnations else 0
         parsed = ((parse_incarnation(name), name) for name in names)
         numbers = {inc: name for inc, name in parsed if inc is not None and inc > last}
@@ -198,12 +199,13 @@ class Columns:
 
 
 def parse_load(text: bytes) -> Load | None:
-    """The load in a field of `load`; None: it cannot be read."""
+    """Returns the load in a field of `load`; None if it cannot be read."""
     return Load(*map(int, text.split())) if _LOAD.fullmatch(text) else None
 
 
 def parse_loads(texts: Sequence[bytes | None]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The same of many, as columns, which are 0 where one cannot be read, and which can be."""
+    """Returns the loads in many fields, as columns that are 0 where one cannot be read, and which
+    can be."""
     numbers = _numbers(texts)
     if numbers is not None:
         return numbers, np.ones(len(texts), np.bool_)
@@ -213,7 +215,7 @@ def parse_loads(texts: Sequence[bytes | None]) -> tuple[NDArray[np.float64], NDA
 
 
 def _numbers(texts: Sequence[bytes | None]) -> NDArray[np.float64] | None:
-    """The columns, if all can be read: one by one they would take three times as long."""
+    """Returns the columns, if all can be read: one by one they would take three times as long."""
     known = [text for text in texts if text is not None]
     lengths = {text.count(b" ") + 1 for text in known}
     if len(known) < len(texts) or lengths != {len(LOAD_FIELDS)}:

@@ -34,21 +34,17 @@ SCHEMES = (
     "rediss+cluster",
 )
 OLDEST = (6, 2)
-"""Version of Redis. Scripts use commands that older ones do not know."""
+"""Oldest version of Redis that knows all commands of the scripts."""
 DEFAULT_PORT = {"sentinel": 26379}
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 PATIENCE = 0.1
-"""How long to wait for one node or sentinel before making do with others, as a fraction of the
-timeout."""
+"""Fraction of the timeout for which one node or sentinel is waited for before others will do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What a URL says.
-
-    topology: "", "sentinel" or "cluster". path: what follows the hosts, without slashes around it.
-    options: for redis-py's connections.
-    """
+    """Parts of a URL. topology: "", "sentinel" or "cluster". path: without slashes around it.
+    options: for redis-py's connections."""
 
     topology: str
     hosts: list[Address]
@@ -168,7 +164,7 @@ def _db(text: str) -> dict[str, int]:
 
 
 def shown_url(url: str) -> str:
-    """`url` without user, password and options."""
+    """Returns `url` without user, password and options."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "", url
@@ -177,7 +173,7 @@ def shown_url(url: str) -> str:
 
 @contextmanager
 def naming(url: str) -> Iterator[None]:
-    """Has a RedisUnavailable of a command say which Redis that was: the URL may be a default."""
+    """Has a RedisUnavailable say which Redis it is about: the URL may be a default."""
     try:
         yield
     except RedisUnavailable as error:
@@ -199,10 +195,8 @@ async def deadline(timeout_s: float) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def connected(url: str, timeout_s: float) -> AsyncIterator[RedisClient]:
-    """A client as `connect` makes it, of a Redis that `check_server` accepts or that is away.
-
-    Raises ConfigError.
-    """
+    """Yields a client of a Redis that `check_server` accepts or that is away. Raises
+    ConfigError."""
     async with connect(url, timeout_s=timeout_s) as redis:
         try:
             await check_server(redis, timeout_s)
@@ -212,10 +206,8 @@ async def connected(url: str, timeout_s: float) -> AsyncIterator[RedisClient]:
 
 
 async def check_server(redis: RedisClient, timeout_s: float) -> None:
-    """Make sure that no master is too old, or drops keys when its memory is full.
-
-    Raises ConfigError if one is or would, RedisUnavailable. A Redis that will not say is accepted.
-    """
+    """Raises ConfigError if a master is too old, or would drop keys when its memory is full, and
+    RedisUnavailable. A Redis that will not say is accepted."""
     async with deadline(timeout_s):
         for master in await redis.masters():
             try:
@@ -231,16 +223,15 @@ async def check_server(redis: RedisClient, timeout_s: float) -> None:
 
 
 class Memory(NamedTuple):
-    """danger: what is wrong with the eviction policy of a master; "": nothing is, or none will say.
-    fill: of the fullest, the used share of its maxmemory, or else of its machine; 0.0: none says.
-    """
+    """Memory of all masters. danger: of an eviction policy; "": none, or none will say. fill: used
+    share of maxmemory, or else of the machine's, on the fullest; 0.0: none says."""
 
     danger: str = ""
     fill: float = 0.0
 
 
 async def memory_of(redis: RedisClient, timeout_s: float) -> Memory:
-    """Raises RedisUnavailable."""
+    """Returns the masters' Memory. Raises RedisUnavailable."""
     memory = Memory()
     async with deadline(timeout_s):
         for master in await redis.masters():

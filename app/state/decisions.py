@@ -1,4 +1,4 @@
-"""The streams of decisions, and of what came of their requests, in Redis, which trims them."""
+"""Streams of decisions, and of how their requests ended; Redis trims them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from app.state.scripts import Call, command
 from app.state.streams import id_ms, pages_backwards
 
 FIELD = b"decision"
-"""The one field of an entry: its record as JSON."""
+"""Field of an entry that holds its record as JSON."""
 PAGE = 64
-"""A few of them may hold all candidates: with a thousand workers, 160 KB each."""
+"""Entries read at a time: with all candidates of a thousand workers, one takes 160 KB."""
 MAX_WRITTEN = 64
-"""How many go in one round trip, which takes Redis a millisecond."""
+"""Entries of one round trip, which takes Redis a millisecond."""
 
 
 def record(keyspace: Keyspace, decision: DecisionRecord, kept: int) -> Call[bytes]:
-    """Add a decision to the stream, which keeps about the newest `kept`; returns its entry's id."""
+    """Adds a decision to the stream, which keeps about the newest `kept`; returns its entry's
+    id."""
     limit = ("MAXLEN", "~", kept, "*")
     entry = (FIELD, encode(decision))
     return command("record", "XADD", keyspace["decisions"], *limit, *entry, parse=bytes)
 
 
 async def read(redis: RedisClient, keyspace: Keyspace) -> AsyncIterator[DecisionRecord]:
-    """All records that are kept, latest first. Raises RedisUnavailable.
-
-    Corrupted entries are left out.
-    """
+    """Yields the records that are kept, latest first, without corrupted ones. Raises
+    RedisUnavailable."""
     async for page in pages_backwards(redis, keyspace["decisions"], PAGE):
         for _, entry in page:
             try:
@@ -44,8 +43,8 @@ ENDINGS_PAGE = 1024
 
 
 def record_ending(keyspace: Keyspace, request_id: str, ending: Ending, kept: int) -> Call[bytes]:
-    """Add an entry to the stream, which keeps about the newest `kept`; returns its id, whose time
-    is when the request ended."""
+    """Adds an ending to the stream, which keeps about the newest `kept`; returns its id, which has
+    the time at which the request ended."""
     ttft = "" if ending.ttft_ms is None else ending.ttft_ms
     fields = ("request_id", request_id, "output_tokens", ending.output_tokens, "ttft_ms", ttft)
     limit = ("MAXLEN", "~", kept, "*")
@@ -55,7 +54,7 @@ def record_ending(keyspace: Keyspace, request_id: str, ending: Ending, kept: int
 async def read_endings(
     redis: RedisClient, keyspace: Keyspace, since_ms: int, most: int
 ) -> dict[str, Ending]:
-    """Request id -> how it ended: the newest `most` since then. Corrupted entries are left out.
+    """Returns request id -> how it ended, of the newest `most` since then, without corrupted ones.
     Raises RedisUnavailable."""
     endings: dict[str, Ending] = {}
     async for page in pages_backwards(
@@ -74,7 +73,6 @@ async def read_endings(
 
 
 def _ending(entry_id: bytes, entry: dict[bytes, bytes]) -> Ending:
-    """Raises LookupError, ValueError."""
     ttft = entry[b"ttft_ms"]
     output_tokens = int(entry[b"output_tokens"])
     return Ending(output_tokens, int(ttft) if ttft else None, id_ms(entry_id))

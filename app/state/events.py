@@ -1,4 +1,4 @@
-"""What happened to a namespace: a stream in Redis, which Redis trims. Scripts write most of it."""
+"""Events of a namespace: a stream that Redis trims. Scripts write most of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = 1000
 
 
 class NamespaceEvent(NamedTuple):
-    """id: of the stream. subject: a worker's key, a replica's name, or who else it is about."""
+    """One event. subject: a worker's key, a replica's name, or another name."""
 
     id: str
     at_ms: int
@@ -25,7 +25,7 @@ class NamespaceEvent(NamedTuple):
 
 
 def record(keyspace: Keyspace, kind: str, subject: str, text: str) -> Call[bytes]:
-    """Add an event; returns its id."""
+    """Adds an event; returns its id."""
     fields = ("kind", kind, "subject", subject, "text", text)
     limit = ("MAXLEN", "~", KEPT, "*")
     return command("record", "XADD", keyspace["events"], *limit, *fields, parse=bytes)
@@ -34,7 +34,8 @@ def record(keyspace: Keyspace, kind: str, subject: str, text: str) -> Call[bytes
 async def read(
     redis: RedisClient, keyspace: Keyspace, after: str, most: int
 ) -> list[NamespaceEvent]:
-    """The newest `most` after an id, the newest first; "": after none. Raises RedisUnavailable."""
+    """Returns the newest `most` events after an id ("": after none), newest first. Raises
+    RedisUnavailable."""
     async with deadline(TIMEOUT_S):
         entries: Any = await redis.xrevrange(
             keyspace["events"], min=f"({after}" if after else "-", count=most

@@ -18,13 +18,13 @@ from app.core.types import Incarnation, SequenceHash
 from app.state.scripts import Call, command
 
 MOST = 64
-"""Prompts that begin alike, of which is told that they are in flight: a look-up reads them all."""
+"""Prompts that begin alike and are recorded: a look-up reads them all."""
 _FIELD = re.compile(rb"(\d{1,15}) (\d{1,15}) ([0-9a-f]+)")
 
 
 class Computing(NamedTuple):
-    """blocks: leading blocks of the prompt that each incarnation computes. num: of the prompts in
-    flight that begin alike. over: attempts whose time is over."""
+    """Prompts in flight that begin like one. blocks: its leading blocks that each incarnation
+    computes. num: prompts. over: attempts whose time is over."""
 
     blocks: dict[Incarnation, int]
     num: int
@@ -32,14 +32,14 @@ class Computing(NamedTuple):
 
 
 def alike(chain: Sequence[SequenceHash], num_blocks: int) -> str:
-    """What prompts that share about their first `num_blocks` blocks have in common; "": the prompt
-    is shorter."""
+    """Returns the name shared by prompts with about the same first `num_blocks` blocks; "" if the
+    prompt is shorter."""
     reached = positions(num_blocks)
     return f"{chain[reached[-1] - 1]:016x}" if reached and reached[-1] <= len(chain) else ""
 
 
 def computing(keyspace: Keyspace, name: str) -> Call[dict[bytes, bytes]]:
-    """All fields of the prompts in flight that `alike` names so; see `parsed`."""
+    """Returns the fields of all prompts in flight of that name, for `parsed`."""
 
     def parse(reply: list[bytes]) -> dict[bytes, bytes]:
         return dict(zip(reply[::2], reply[1::2], strict=True))
@@ -50,7 +50,7 @@ def computing(keyspace: Keyspace, name: str) -> Call[dict[bytes, bytes]]:
 def parsed(
     fields: Mapping[bytes, bytes], chain: Sequence[SequenceHash], num_blocks: int, now_ms: int
 ) -> Computing:
-    """What `computing` read tells of a prompt with `chain`."""
+    """Returns what the fields tell about a prompt with `chain`."""
     reached, own = _sampled(chain, num_blocks)
     blocks: dict[Incarnation, int] = {}
     over = []
@@ -76,8 +76,8 @@ def compute(
     until_ms: int,
     ttl_ms: int,
 ) -> list[Call[int]]:
-    """Records that `incarnation` computes a prompt for the attempt until `until_ms`, Redis clock,
-    which is in ttl_ms."""
+    """Records that `incarnation` computes a prompt until `until_ms`, Redis clock, in ttl_ms from
+    now."""
     key = keyspace["computing:"] + name
     _, own = _sampled(chain, num_blocks)
     text = b"%d %d %b" % (incarnation, until_ms, own)
@@ -93,13 +93,14 @@ def computed(keyspace: Keyspace, name: str, attempts: Sequence[str | bytes]) -> 
 
 
 def _sampled(chain: Sequence[SequenceHash], num_blocks: int) -> tuple[Sequence[int], bytes]:
-    """The positions from that of `alike` on, and the chain's blocks there."""
+    """Returns the positions from that of `alike` on, and the chain's blocks there."""
     reached = positions(len(chain))[len(positions(num_blocks)) - 1 :]
     return reached, hex_text([chain[n - 1] for n in reached])
 
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """How many leading hashes of 16 digits two texts share. A hash stands for all before it."""
+    """Returns how many leading hashes of 16 digits two texts share. A hash stands for all before
+    it."""
     most = min(len(one), len(other)) // 16
 
     def differs(n: int) -> bool:

@@ -1,4 +1,4 @@
-"""Block ownership in Redis: apply an incarnation's changes, sweep up after dead ones."""
+"""Block ownership in Redis: an incarnation's changes, audits, and the sweep after dead ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _HASH = re.compile(rb"[0-9a-f]{16}")
 
 
 class Change(NamedTuple):
-    """A block and the tier it is published in from now on; None: no tier.
-
-    leader: the first block of its group. back: where the engine goes on after it.
-    """
+    """block and its tier from now on; None: no tier. leader: the first block of its group. back:
+    where the engine resumes after it."""
 
     block: SequenceHash
     tier: Tier | None
@@ -33,8 +31,8 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """What one step of the sweep did. buckets_left: 0 when nothing is left to sweep here and now.
-    writers: the incarnations that may publish in the shard."""
+    """Result of one step of the sweep. buckets_left: 0 when nothing is left to sweep for now.
+    writers: incarnations that may publish in the shard."""
 
     removed: int
     buckets_left: int
@@ -42,17 +40,15 @@ class SweepStep:
 
 
 def chain_changes(chain: Sequence[SequenceHash], tier: Tier | None, start: int = 0) -> list[Change]:
-    """Changes that put the blocks of a whole chain, from position `start` on, in `tier`."""
+    """Returns changes that put the blocks of a chain, from position `start` on, in `tier`."""
     return [Change(chain[i], tier, chain[i - i % GROUP_BLOCKS]) for i in range(start, len(chain))]
 
 
 def open_shard(
     shard: Keyspace, incarnation: Incarnation, nonce: str, bucket_bits: int
 ) -> Call[bool]:
-    """Let an incarnation publish in a shard. False: its number is taken there; register again.
-
-    bucket_bits: used only if the shard is new.
-    """
+    """Lets an incarnation publish in a shard. False: its number is taken there; register again.
+    bucket_bits: used only if the shard is new."""
     return call("open_shard", shard, incarnation, nonce, bucket_bits, parse=bool)
 
 
@@ -65,28 +61,24 @@ def apply(
     *,
     essential: bool = False,
 ) -> Call[bool]:
-    """Publish one batch. False: this incarnation is lost, or a batch is missing; resync.
+    """Publishes one batch. False: this incarnation is lost, or a batch is missing; resync.
 
     seq: 1 for an incarnation's first batch, then one more each time; a batch may be resent with the
-    same seq.
-    essential: the batch adds no entries, and is published even if Redis is full.
+    same seq. essential: the batch adds no entries, and is published even if Redis is full.
     """
     groups = _groups(changes)
     return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
 
 
 Place = tuple[int, int]
-"""A bucket, and where in it: 0, or, for the rest of a large one, what the last answer gave."""
+"""bucket and a position in it: 0, or for a large one what the last answer gave."""
 FIRST_PLACE: Place = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexClaims:
-    """What the index shows of an incarnation in some buckets.
-
-    following: where to continue. entries: for each, the number of its bucket, its tier, and its
-    block; None for either that cannot be read.
-    """
+    """Entries that the index shows of an incarnation in some buckets. following: where to continue.
+    entries: bucket, tier and block; None for a tier or block that cannot be read."""
 
     bucket_bits: int
     following: Place
@@ -95,7 +87,8 @@ class IndexClaims:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """missing: how many of the blocks asked about the index does not show as published."""
+    """Result of an audit. missing: how many of the blocks asked about the index does not show as
+    published."""
 
     missing: int
     claims: IndexClaims
@@ -110,9 +103,8 @@ def audit(
     first: Place,
     max_buckets: int,
 ) -> Call[Audit | None]:
-    """Compare the index with what an incarnation has published up to batch `seq`: does it show
-    `entries`, and what does it show in the buckets from `first` on? None: the incarnation is lost.
-    """
+    """Compares the index with what an incarnation has published up to batch `seq`: whether it shows
+    `entries`, and what it shows in the buckets from `first` on. None: the incarnation is lost."""
 
     def parse(reply: list[Any] | None) -> Audit | None:
         if reply is None:
@@ -142,7 +134,7 @@ def _hash_of(field: bytes) -> SequenceHash | None:
 
 
 def _groups(changes: Iterable[Change]) -> list[str]:
-    """One string for each stretch of changes in the same group."""
+    """Returns one string for each stretch of changes in the same group."""
     return [
         _group(leader, list(members))
         for leader, members in groupby(changes, key=attrgetter("leader"))
@@ -170,11 +162,11 @@ def sweep(
     pause_ms: int = 0,
     idle_ms: int = 0,
 ) -> Call[SweepStep]:
-    """One bounded step of removing the entries of incarnations that may not publish.
+    """Removes, in one bounded step, entries of incarnations that may not publish.
 
     lost: incarnations that may not publish from now on. A new one among them starts a pass; so does
-    every scrub_ms. pause_ms, idle_ms: how long ago the last step must be, anybody's, during a pass
-    and without one; else only `lost` is noted, and the step says that it found nothing.
+    every scrub_ms. pause_ms, idle_ms: least time since anybody's last step, during a pass and
+    without one; before that, only `lost` is noted, and nothing removed.
     """
 
     def parse(reply: list[Any]) -> SweepStep:

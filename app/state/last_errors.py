@@ -1,4 +1,4 @@
-"""What requests failed of: a stream in Redis that routers write and trim."""
+"""Errors of requests: a stream in Redis that routers write and trim."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KEPT = 1000
 
 
 class Error(NamedTuple):
-    """worker: "": none had it. cause: from a closed list. words: the engine's own, if it said any.
-    request_id: of the last one that failed so."""
+    """One error. worker: "": none had it. cause: from a closed list. words: the engine's own, if
+    any. request_id: of the last request that failed so."""
 
     model: str
     worker: str
@@ -28,12 +28,13 @@ class Error(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What the same errors have in common. What no worker had may have a client's words."""
+        """Fields that equal errors share. Without a worker, `words` may be a client's, and do not
+        count."""
         return self.model, self.worker, self.cause, self.words if self.worker else ""
 
 
 class Errors(NamedTuple):
-    """The same error of several requests. Times: ms, Redis clock."""
+    """Equal errors of several requests. Times: ms, Redis clock."""
 
     error: Error
     requests: int
@@ -46,7 +47,7 @@ class Errors(NamedTuple):
 
 
 def record(keyspace: Keyspace, error: Error, count: int) -> Call[bytes]:
-    """Add one that so many requests had lately; returns its id."""
+    """Adds an error that `count` requests had lately; returns its id."""
     fields = chain.from_iterable(zip(Error._fields, error, strict=True))
     limit = ("MAXLEN", "~", KEPT, "*")
     return command(
@@ -57,7 +58,7 @@ def record(keyspace: Keyspace, error: Error, count: int) -> Call[bytes]:
 async def read(
     redis: RedisClient, keyspace: Keyspace, most: int = KEPT
 ) -> tuple[int, list[Errors]]:
-    """The Redis clock, in ms, and what is kept, the same errors together, the latest first. Raises
+    """Returns the Redis clock, ms, and the errors kept, equal ones together, latest first. Raises
     RedisUnavailable."""
     node = redis.node_of(keyspace["errors"]).client
     async with deadline(TIMEOUT_S), node.pipeline(transaction=False) as pipe:
@@ -74,7 +75,7 @@ def _errors(entry_id: bytes, fields: dict[bytes, bytes]) -> Errors:
 
 
 def together(rows: Iterable[Errors]) -> list[Errors]:
-    """rows: the latest first."""
+    """Returns the rows, latest first, with equal errors added up."""
     kinds: dict[tuple[str, ...], Errors] = {}
     for one in rows:
         kind = one.error.kind

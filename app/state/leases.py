@@ -1,4 +1,4 @@
-"""Incarnations of workers: register, renew, switch over, retire; and which are live."""
+"""Incarnations of workers: registered, renewed, switched over, retired; and their leases."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from app.core.worker_report import WorkerInfo
 from app.state.scripts import Call, call, command
 
 AWAY_GRACE_MS = 60_000
-"""A worker whose agent is away is kept for so long after its engine last answered: no agent
+"""Time for which a worker whose agent is away is kept after its engine last answered: no agent
 registers it again, and an engine that starts anew, or cannot be reached, takes a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """An incarnation that is not routed to until `activate`.
-
-    predecessor_lives: another incarnation of the same process is, so publish everything first.
-    shards: how many the namespace's index has.
-    """
+    """An incarnation that is not routed to until `activate`. predecessor_lives: whether another
+    incarnation of the same process is live, so that everything is published first. shards: of the
+    namespace's index."""
 
     incarnation: Incarnation
     predecessor_lives: bool
@@ -34,7 +32,7 @@ class Registration:
 
 
 def block_size_of(keyspace: Keyspace) -> Call[int | None]:
-    """Tokens per block of the namespace's index; None if nobody has registered yet."""
+    """Returns the tokens per block of the namespace's index; None if nobody has registered yet."""
 
     def parse(reply: bytes | None) -> int | None:
         return int(reply) if reply and reply.isdigit() else None
@@ -43,7 +41,7 @@ def block_size_of(keyspace: Keyspace) -> Call[int | None]:
 
 
 def in_service(keyspace: Keyspace) -> Call[list[WorkerKey]]:
-    """The workers that are routed to, drain, or have lapsed."""
+    """Returns the workers that are routed to, drain, or have lapsed."""
 
     def parse(reply: list[bytes]) -> list[WorkerKey]:
         keys = []
@@ -64,13 +62,13 @@ def register(
     shards: int = 1,
     previous: Incarnation | None = None,
 ) -> Call[Registration]:
-    """Begin an incarnation, which replaces the worker's last one when it is activated.
+    """Begins an incarnation, which replaces the worker's last one when it is activated.
 
     nonce: distinguishes this process from any other. shards: used only if the namespace is new.
-    previous: the incarnation that the process has acted as until now; None: the process is new.
+    previous: the process's incarnation until now; None: the process is new.
     The reply's parser raises NamespaceMismatch if the namespace has another block size,
-    WrongVersion if another release wrote it and, with
-    `previous`, WorkerReplaced if another process has taken over `info.key` and is live.
+    WrongVersion if another release wrote it and, with `previous`, WorkerReplaced if another process
+    has taken over `info.key` and is live.
     """
 
     def parse(reply: list[Any]) -> Registration:
@@ -110,21 +108,21 @@ def activate(
     drains: bool = False,
     tainted: bool = False,
 ) -> Call[bool]:
-    """Route to `inc` from now on, and no longer to the worker's last incarnation.
+    """Routes to `inc` from now on, and no longer to the worker's last incarnation.
 
-    previous: as for `register`; if given, requests in flight move along. drains, tainted: what the
-    agent last heard of that. False: `inc` is lost, or another process has taken over `key`;
-    register again.
+    previous: the process's incarnation until now, whose requests in flight move along; None: the
+    process is new. drains, tainted: as the agent last heard. False: `inc` is lost, or another
+    process has taken over `key`; register again.
     """
     args = (str(key), inc, nonce, previous or "", int(drains), int(tainted))
     return call("activate", keyspace, *args, parse=bool)
 
 
 class Renewal(NamedTuple):
-    """num_leases: how many incarnations have one; 0: it is not renewed, so register again. drains:
-    whether the worker is out of service. is_out: whether it is as its engine is ill. tainted:
-    whether it is as its engine is tainted; see `fetched_late`. same: that another worker, which is
-    routed to, has the same engine; "": none has."""
+    """Answer to a renewal. num_leases: incarnations with a lease; 0: this one's is not renewed, so
+    register again. drains, is_out, tainted: whether the worker is out of service as asked, as its
+    engine is ill, or as its engine is tainted by `fetched_late`. same: says that another worker,
+    which is routed to, has the same engine; "": none has."""
 
     num_leases: int
     drains: bool = False
@@ -149,12 +147,12 @@ def renew(
     drains: bool = False,
     tainted: bool = False,
 ) -> Call[Renewal]:
-    """Extend a lease, or revive a lapsed one, and restore what Redis has lost of the worker. One
-    whose engine is ill, as `info` says, stays lapsed, unless too many others are.
+    """Extends a lease, or revives a lapsed one, and restores what Redis has lost of the worker. If
+    its engine is ill, as `info` says, it stays lapsed, unless too many others are.
 
-    shards: how many `inc` publishes in. thorough: recount its load as well. drains, tainted: what
-    the agent last heard of that. Not renewed: `inc` is retired or replaced, or the index has
-    another number of shards, or the namespace another version.
+    shards: how many `inc` publishes in. thorough: recount its load as well. drains, tainted: as the
+    agent last heard. Not renewed: `inc` is retired or replaced, or the index has another number of
+    shards, or the namespace another version.
     """
 
     def parse(reply: list[Any]) -> Renewal:
@@ -186,23 +184,21 @@ def renew(
 
 
 def retire(keyspace: Keyspace, key: WorkerKey, inc: Incarnation, nonce: str) -> Call[bool]:
-    """End an incarnation now. False: it had ended already."""
+    """Ends an incarnation now. False: it had ended already."""
     return call("retire", keyspace, str(key), inc, nonce, parse=bool)
 
 
 def retire_lapsed(
     keyspace: Keyspace, grace_ms: int, heard_ms: int, away_grace_ms: int = AWAY_GRACE_MS
 ) -> Call[int]:
-    """Retire incarnations whose lease lapsed `grace_ms` before Redis was last heard from.
-
-    heard_ms: when that was, by the Redis clock, as in a Snapshot. away_grace_ms: for those that
-    routers vouched for. Returns how many were retired, a few at most.
-    """
+    """Retires incarnations whose lease lapsed `grace_ms` before Redis was last heard from, at
+    `heard_ms` of its clock. away_grace_ms: for those that routers vouched for. Returns how many
+    were retired, a few at most."""
     return call("retire_lapsed", keyspace, grace_ms, heard_ms, away_grace_ms, parse=int)
 
 
 def ending(keyspace: Keyspace, by_ms: int) -> Call[dict[Incarnation, float]]:
-    """When leases end, or have ended, that do so by `by_ms`; in ms, by the Redis clock."""
+    """Returns the ends of leases up to `by_ms`, in ms by the Redis clock."""
 
     def parse(reply: list[bytes]) -> dict[Incarnation, float]:
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -215,11 +211,9 @@ def ending(keyspace: Keyspace, by_ms: int) -> Call[dict[Incarnation, float]]:
 def vouch(
     keyspace: Keyspace, incarnations: Sequence[Incarnation], *, most_ms: int
 ) -> Call[list[bool]]:
-    """Extend the leases of workers whose agents do not, as their engines answer.
-
-    most_ms: for how long an agent may be away. Returns of each whether that was done; else its
-    agent has the lease in hand, or it has been away for too long, or the worker is gone.
-    """
+    """Extends the leases of workers whose engines answer while their agents are away, for `most_ms`
+    at most. Returns whether each was extended; else the agent has the lease in hand, has been away
+    for too long, or the worker is gone."""
 
     def parse(vouched: list[int]) -> list[bool]:
         return [bool(one) for one in vouched]
@@ -237,14 +231,14 @@ def suspend(
     sent_ms: int | None = None,
     failed_ms: int | None = None,
 ) -> Call[list[Incarnation]]:
-    """Count a failure against a worker, for whom `failure.counts` says, and let its lease lapse if
-    that is due.
+    """Counts a failure against a worker, for whom `failure.counts` says, and lets its lease lapse
+    if that is due.
 
-    caller: who sent the request; "": nobody knows. incarnation: the worker's; None: as the
-    request's reservation says. sent_ms: when it was sent there, by the Redis clock; None: as it was
-    reserved. failed_ms: when that failed; None: now.
-    Returns those whose leases lapse. None: it is too few failures, or too many workers have lapsed;
-    or the request has no reservation, or the lease had lapsed.
+    caller: sender of the request; "": not known. incarnation: the worker's; None: as the request's
+    reservation says. sent_ms: when the request was sent there, Redis clock; None: when it was
+    reserved. failed_ms: when it failed; None: now.
+    Returns those whose leases lapse: none, if there are too few failures, too many workers have
+    lapsed, the request has no reservation, or the lease had lapsed.
     """
 
     def parse(suspended: list[bytes]) -> list[Incarnation]:
@@ -260,15 +254,14 @@ def suspend(
 
 
 def answers_again(keyspace: Keyspace, key: WorkerKey, marks: Iterable[str]) -> Call[int]:
-    """Forget that a worker is left alone for these, as it has answered; returns how many of them it
-    was."""
+    """Forgets these marks of a worker, as it has answered; returns how many it had."""
     return call("answers_again", keyspace, str(key), *marks, parse=int)
 
 
 def fetched_late(keyspace: Keyspace, source: WorkerKey) -> Call[list[str]]:
-    """A source's engine has counted fetches after their lease had ended. Targets that may have made
-    them may hold KV of one prompt as another's: route nothing to them any more, until they have
-    begun anew or dropped what they hold. Returns those of which that is new."""
+    """Records that a source's engine has counted fetches after their lease had ended. Targets that
+    may have made them may hold KV of one prompt as another's, so nothing is routed to them until
+    they have begun anew or dropped what they hold. Returns the targets that are newly marked."""
 
     def parse(reply: list[bytes]) -> list[str]:
         return [worker.decode() for worker in reply]
@@ -277,16 +270,14 @@ def fetched_late(keyspace: Keyspace, source: WorkerKey) -> Call[list[str]]:
 
 
 def drain(keyspace: Keyspace, key: WorkerKey, *, undo: bool = False) -> Call[int | None]:
-    """Route nothing to a worker any more, until that is undone or another process takes it over.
-
-    Returns how many requests are reserved on it; None: there is no such worker.
-    """
+    """Routes nothing to a worker any more, until that is undone or another process takes it over.
+    Returns how many requests are reserved on it; None: there is no such worker."""
     return call("drain", keyspace, str(key), int(not undo), parse=lambda left: left)
 
 
 def absent(keyspace: Keyspace, incarnations: Iterable[Incarnation]) -> Call[list[Incarnation]]:
-    """Those of `incarnations`, at least one, that no process may act as: they have ended, or were
-    lost when Redis lost data."""
+    """Returns those of `incarnations`, at least one, that no process may act as: they have ended,
+    or were lost when Redis lost data."""
     asked = list(incarnations)
 
     def parse(nonces: list[bytes | None]) -> list[Incarnation]:

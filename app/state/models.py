@@ -1,4 +1,4 @@
-"""The names of models that workers announce, and which namespaces claim each: a directory that
+"""Names of models that workers announce, and the namespaces that claim each: a directory that
 outlives them."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from app.state.scripts import Call, command
 
 TIMEOUT_S = 1.0
 GONE_S = 600
-"""How long a namespace's claim comes before later ones, after the name was last announced there:
-longer than a restart of all its workers takes."""
+"""Time after a name's last announcement for which a namespace's claim comes before later ones:
+longer than a restart of all its workers."""
 KEPT_S = 24 * 3600
-"""How long a name is known that nobody announces any more."""
+"""Time for which a name is known that nobody announces any more."""
 PAGE = 1000
 
 Claims = Mapping[str, tuple[str, ...]]
@@ -25,9 +25,9 @@ Claims = Mapping[str, tuple[str, ...]]
 
 
 def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
-    """Say that workers of `namespace` serve models and adapters of these names.
+    """Announces that workers of `namespace` serve models and adapters of these names.
 
-    Returns those that another namespace claimed first, and which; "": its claim is not kept, as
+    Returns those that another namespace claimed first, and which; "": the claim is not kept, as
     MAX_MODELS names are known already, or MAX_NAMESPACES namespaces claim that one.
     """
 
@@ -40,7 +40,7 @@ def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
 
 
 async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
-    """Who claims which name. Raises RedisUnavailable."""
+    """Returns the claims on all names. Raises RedisUnavailable."""
     names: dict[str, tuple[str, ...]] = {}
     cursor = -1
     while cursor != 0 and len(names) < MAX_MODELS:
@@ -54,11 +54,11 @@ async def directory(redis: RedisClient) -> dict[str, tuple[str, ...]]:
 
 
 def claims_in(entry: bytes) -> tuple[str, ...]:
-    """The namespaces that claim a name, from its entry in Redis; what is none is left out."""
+    """Returns the namespaces in a name's entry, without what is none."""
     words = entry.decode(errors="replace").split(" ")
     return tuple(dict.fromkeys(filter(NAMESPACE.fullmatch, words[::2])))[:MAX_NAMESPACES]
 
 
 def exists(namespace: str) -> Call[bool]:
-    """Whether a worker has registered in `namespace`."""
+    """Returns whether a worker has registered in `namespace`."""
     return command("exists", "EXISTS", Keyspace(namespace)["meta"], parse=bool)

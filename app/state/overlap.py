@@ -39,33 +39,32 @@ from app.state.reading import parse_bucket_bits
 from app.state.scripts import Call, ScriptRunner, call, command
 
 WHOLE_CHAIN = 512
-"""Chains up to this length are sent whole: the hashes cost Redis less than another round trip."""
+"""Blocks up to which a chain is sent whole: the hashes cost Redis less than another round trip."""
 CHAINS_PER_CALL = 16
-"""Together, chains cost Redis and us a quarter less; this many take half a millisecond."""
+"""Chains of one call: together they cost a quarter less; this many take half a millisecond."""
 
 READ_GROUPS = 64
 """Groups that plain commands read at once, in a third of a millisecond."""
 
 EXACT_CHANGES = 24
-"""So many changes of owners, the last ones of a chain, are looked for to the block: all of eight
-workers with three tiers."""
+"""Changes of owners, the last ones of a chain, that are found to the block: all of eight workers
+with three tiers."""
 PARTS = 32
-"""The others, of which a fleet whose caches evict unequally has one a worker, only to this part of
-a chain: to the block at up to 63 blocks, to 4,096 of 131,072 tokens."""
+"""Parts of a chain to which the other changes are found, of which a fleet whose caches evict
+unequally has one a worker: to the block at up to 63 blocks, to 4,096 of 131,072 tokens."""
 
 MAX_BOUNDARIES = 16_384
-"""About 3 MB."""
+"""Boundaries that a replica keeps, about 3 MB."""
 
 MANY = 32
-"""So many that hold the same are kept as a set."""
+"""Incarnations from which those that hold the same are kept as a set."""
 
 NOBODY = b""
 
 
 class Run(NamedTuple):
-    """`owners` hold the positions `start` to `end` of a chain, counted from 0, `end` excluded.
-
-    backs: what the field of the last one says of where engines go on."""
+    """Owners of the positions `start` to `end` of a chain, counted from 0, `end` excluded. backs:
+    where engines resume after the last one."""
 
     start: int
     end: int
@@ -92,13 +91,12 @@ class Rough(Overlaps):
 
 
 class Boundaries:
-    """Where owners changed along the prompts looked up last: where to look first.
+    """Positions where owners changed along the last prompts, to look at first.
 
     A prefix that many prompts share, such as a system prompt, ends at the same block in all of
     them, and so does what most workers hold of them. Looking there costs less than bisecting, and
-    saves a round trip for a long prompt. A boundary is only a guess: a wrong one costs Redis an
-    extra lookup or two, and without any, as in a replica that has just started, the answers are the
-    same.
+    saves a round trip for a long prompt. A wrong guess costs Redis an extra lookup or two; without
+    any, the answers are the same.
 
     One boundary is kept for each doubling of the length, keyed by the last block of the prefix of
     that length.
@@ -108,7 +106,7 @@ class Boundaries:
         self._ends: OrderedDict[SequenceHash, int] = OrderedDict()
 
     def learn(self, chain: Sequence[SequenceHash], runs: Sequence[Run]) -> None:
-        """Remember where the owners change. runs: those of `chain`, in its order."""
+        """Remembers where the owners change. runs: those of `chain`, in its order."""
         for run, following in zip_longest(runs, runs[1:]):
             if run.end < len(chain) and (not following or following.owners != run.owners):
                 block = chain[(1 << run.end.bit_length() - 1) - 1]
@@ -118,7 +116,8 @@ class Boundaries:
             self._ends.popitem(last=False)
 
     def recall(self, chain: Sequence[SequenceHash]) -> list[int]:
-        """Positions in `chain`, ascending, whose owners may differ from those just before."""
+        """Returns positions in `chain`, ascending, whose owners may differ from those just
+        before."""
         guesses, size = [], 1
         while size < len(chain):
             guess = self._ends.get(chain[size - 1])
@@ -136,13 +135,12 @@ async def match(
     along: Sequence[Call[Any]] = (),
     boundaries: Boundaries | None = None,
 ) -> tuple[list[Overlaps | None], list[Any]]:
-    """Leading blocks of each chain that each incarnation holds, and the answers of `along`.
+    """Returns each chain's overlaps, in blocks, and the answers of `along`.
 
-    chains: for each prompt, the sequence hashes of its full blocks, in prompt order.
-    shards: how many the namespace's index has.
-    along: calls to send with the first round trip; the answer of one that failed is a
-    RedisUnavailable.
-    boundaries: what was learnt from other chains; it also learns from these.
+    chains: for each prompt, the sequence hashes of its full blocks, in prompt order. shards: of the
+    namespace's index. along: calls to send with the first round trip; the answer of one that failed
+    is a RedisUnavailable. boundaries: guesses from other chains; learns from these.
+
     Incarnations without overlap are absent; incarnations that are not live may be present. The
     result for a chain whose shard cannot be reached is None; if only the second round trip fails,
     it is a LowerBound: what the first one proved. Where owners change more than EXACT_CHANGES times
@@ -168,9 +166,9 @@ async def match(
 
 @dataclass(slots=True)
 class _ChainLookup:
-    """A chain of which it is to be found who holds it. samples: positions that are looked at first.
-    guesses: where its owners may change. runs: None: its shard has not answered. is_short: it has
-    not told all."""
+    """Search for the owners of a chain. samples: positions looked at first. guesses: where owners
+    may change. runs: None: its shard has not answered. is_short: whether the answer is incomplete.
+    """
 
     chain: Sequence[SequenceHash]
     samples: Sequence[int]
@@ -195,7 +193,7 @@ class _ChainLookup:
 
 
 def _coarsely(shard: Keyspace, some: Sequence[_ChainLookup]) -> Call[list[Any]]:
-    """Looks up the samples of chains that lie in one shard."""
+    """Returns the call that looks up the samples of chains in one shard."""
     args = [_coarse(one.chain, one.samples, one.guesses) for one in some]
     flat = concatenated.from_iterable(args)
     return call("match", shard, EXACT_CHANGES, PARTS, *flat, parse=list)
@@ -204,7 +202,7 @@ def _coarsely(shard: Keyspace, some: Sequence[_ChainLookup]) -> Call[list[Any]]:
 def _take_runs(
     shard: Keyspace, some: Sequence[_ChainLookup], reply: list[Any]
 ) -> Iterator[tuple[_ChainLookup, Gap, Call[list[bytes | None]]]]:
-    """Give chains the runs of their samples; yields what is still to be read of each."""
+    """Gives chains the runs of their samples; yields what is still to be read of each."""
     bucket_bits, dead, *runs_of_chains = reply
     for one, (rough_to, *runs) in zip(some, runs_of_chains, strict=True):
         one.runs, one.is_rough = _placed(runs, one.samples, rough_to), rough_to > 0
@@ -215,8 +213,8 @@ def _take_runs(
 async def read_whole(
     runner: ScriptRunner, keyspace: Keyspace, chain: Sequence[SequenceHash], shards: int
 ) -> Overlaps:
-    """What `match` finds for one chain, of one block at least, without running a script: for those
-    who may only read.
+    """Returns the overlaps of one chain, of one block at least, without running a script: for
+    readers who may only read.
 
     Reads every block, in one round trip for each READ_GROUPS groups and one before them. Raises
     RedisUnavailable.
@@ -243,7 +241,7 @@ async def read_whole(
 def _grouped(
     chains: Sequence[Sequence[SequenceHash]], shards: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Shards, each with the indices of the chains that one call looks up there."""
+    """Yields shards, each with the indices of the chains that one call looks up there."""
     by_shard: dict[int, list[int]] = {}
     for i, chain in enumerate(chains):
         by_shard.setdefault(shard_of(chain[0], shards) if chain else 0, []).append(i)
@@ -255,7 +253,7 @@ def _grouped(
 def _coarse(
     chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
 ) -> tuple[bytes | int, ...]:
-    """The arguments with which lua/match.lua looks up a chain's samples."""
+    """Returns the arguments with which lua/match.lua looks up a chain's samples."""
     if len(samples) == len(chain):
         blocks, group_size, following = chain, GROUP_BLOCKS, []
     else:
@@ -272,10 +270,8 @@ def _spaced(numbers: Sequence[int]) -> bytes:
 
 
 def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
-    """Positions to look at first: all, or the first ones of some groups, and the ends.
-
-    An end that is not the first of its group is preceded by that first one.
-    """
+    """Returns positions to look at first: all, or the first ones of some groups, and the ends. An
+    end that is not the first of its group is preceded by that first one."""
     if length <= WHOLE_CHAIN:
         return range(length)
     # A group costs as much to read as about 180 hashes to send.
@@ -286,7 +282,7 @@ def _sample(length: int, guesses: Sequence[int]) -> Sequence[int]:
 
 
 def _ends(length: int, guesses: Sequence[int]) -> set[int]:
-    """The last position, and for each guess the two between which the owners may change."""
+    """Returns the last position, and for each guess the two between which the owners may change."""
     return {length - 1, *guesses, *[guess - 1 for guess in guesses]}
 
 
@@ -297,7 +293,7 @@ def _read(
     chain: Sequence[SequenceHash],
     gap: Gap,
 ) -> Call[list[bytes | None]]:
-    """The owners of each block of a gap, without dead ones: the script leaves them out as well."""
+    """Returns the call that reads the owners of each block of a gap, without dead ones."""
     bucket = bucket_of(chain[gap.start - gap.start % GROUP_BLOCKS], bucket_bits)
     return command(
         "match",
@@ -317,10 +313,10 @@ def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | N
 
 
 def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> list[Run]:
-    """A script's runs over `positions` of a chain, as Runs of that chain.
+    """Returns a script's runs over `positions` as Runs of the chain.
 
     Between two, where the owners change is still to be looked for, but not up to `rough_to`: there
-    who holds what follows holds all from the run before on.
+    the owners of a run hold all from the run before on.
     """
     placed: list[Run] = []
     start = 0
@@ -333,7 +329,7 @@ def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> lis
 
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
-    """What lies between neighbouring samples whose owners differ, by groups."""
+    """Yields what lies between neighbouring samples whose owners differ, by groups."""
     for run, following in zip_longest(runs, runs[1:]):
         if following:
             end, owners = following.start, following.owners
@@ -349,10 +345,8 @@ def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
 
 
 def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator[Run]:
-    """The runs in a gap, from the owners of its blocks.
-
-    Without an answer, and where a block has just gone, those who hold what follows count.
-    """
+    """Yields the runs in a gap, from the owners of its blocks. Without an answer, and where a block
+    has just gone, the owners of what follows count."""
     if isinstance(owners, RedisUnavailable):
         owners = [None] * (gap.end - gap.start)
     start = gap.start
@@ -369,10 +363,8 @@ def _or_nobody(owners: bytes | None) -> bytes:
 
 
 def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:
-    """What each incarnation holds, from the runs of its chain.
-
-    Workers that hold the same are processed together: of many, most share the beginning.
-    """
+    """Returns the overlaps that the runs of a chain make. Workers that hold the same are processed
+    together: of many, most share the beginning."""
     own: dict[Incarnation, TierOverlap] = {}
     shared: list[tuple[frozenset[Incarnation], TierOverlap]] = []
     alive: list[tuple[frozenset[Incarnation], TierOverlap]] = []
@@ -410,7 +402,7 @@ def _resume(
     backs: Mapping[Incarnation, Back],
     by_tier: dict[Tier, frozenset[Incarnation]],
 ) -> None:
-    """Note where the engines go on of those who hold a run that ends at `end`."""
+    """Notes where the engines resume of workers that hold a run up to `end`."""
     for inc in [*resumes]:
         if any(inc in incs for incs in by_tier.values()):
             del resumes[inc]

@@ -16,12 +16,13 @@ from app.state.scripts import Call, call, command
 
 TIMEOUT_S = 2.0
 KEPT = 2048
-"""Proposals: 17 hours of one every 30 s."""
+"""Proposals kept: 17 hours of one every 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """token: 0 if somebody else leads, `holder`. state: what the last leader recorded."""
+    """planner's claim to lead. token: 0 if `holder` leads instead. state: what the last leader
+    recorded."""
 
     token: int
     state: Mapping[str, Any]
@@ -29,7 +30,7 @@ class Leadership:
 
 
 def lead(keyspace: Keyspace, holder: str, ttl_ms: int) -> Call[Leadership]:
-    """Become or remain the leader for `ttl_ms`; 0: leave."""
+    """Becomes or remains the leader for `ttl_ms`; 0: leaves."""
 
     def parse(reply: list[Any]) -> Leadership:
         token, text = int(reply[0]), reply[1].decode(errors="replace")
@@ -51,10 +52,8 @@ def propose(
     proposal: Mapping[str, Any] | None = None,
     shown: Mapping[str, str | int] | None = None,
 ) -> Call[bool]:
-    """Record `state`, and `proposal` if there is one; False: somebody else leads now.
-
-    shown: fields of the `planner` hash for operators and other autoscalers.
-    """
+    """Records `state`, and `proposal` if there is one; False: somebody else leads now. shown:
+    fields of the `planner` hash for operators and other autoscalers."""
     text = orjson.dumps(proposal).decode() if proposal is not None else ""
     fields = chain.from_iterable((shown or {}).items())
     return call(
@@ -70,8 +69,8 @@ def propose(
 
 
 def wakes_until(keyspace: Keyspace) -> Call[int]:
-    """Until when, in ms of the Redis clock, there is a planner that starts a worker for requests
-    that find none; 0: there is none."""
+    """Returns until when, ms of the Redis clock, a planner starts a worker for requests that find
+    none; 0: none does."""
 
     def parse(reply: list[bytes | None]) -> int:
         wakes, until_ms = reply
@@ -81,10 +80,7 @@ def wakes_until(keyspace: Keyspace) -> Call[int]:
 
 
 async def proposals(redis: RedisClient, keyspace: Keyspace, count: int) -> list[dict[str, Any]]:
-    """The newest `count`, the newest first. Raises RedisUnavailable.
-
-    Entries that cannot be read are left out.
-    """
+    """Returns the newest `count` readable proposals, newest first. Raises RedisUnavailable."""
     async with deadline(TIMEOUT_S):
         entries: Any = await redis.xrevrange(keyspace["proposals"], count=count)
     rows = []
@@ -99,8 +95,8 @@ async def proposals(redis: RedisClient, keyspace: Keyspace, count: int) -> list[
 
 
 async def values(redis: RedisClient, keyspace: Keyspace) -> dict[str, float]:
-    """What losing each worker would cost, in seconds of prefill, as a planner last found; empty if
-    none runs. Raises RedisUnavailable."""
+    """Returns worker -> seconds of prefill that losing it would cost, as a planner last found;
+    empty if none runs. Raises RedisUnavailable."""
     async with deadline(TIMEOUT_S):
         text: Any = await redis.hget(keyspace["planner"], "values")
     try:

@@ -21,18 +21,18 @@ from app.state.scripts import Call, call
 
 SLICES_PER_LIFETIME = 4
 ENTRIES_PER_BUCKET = 32
-"""Entries are placed one by one, so fewer would cost more memory for keys, and more would slow down
-lookups."""
+"""Entries per bucket, placed one by one: fewer would cost more memory for keys, and more would slow
+down lookups."""
 TARGET_FRACTION = 0.8
-"""The fraction of the entries allowed that is kept when there are too many."""
+"""Fraction of the entries allowed that is kept when there are too many."""
 ROUND_SLICES = 10
-"""A round of `prune` must take no more: steps may be late, and entries not looked at for 20 slices
-come back to life (lua/lib/slices.lua)."""
+"""Slices that a round of `prune` takes at most: steps may be late, and entries not looked at for 20
+slices come back to life (lua/lib/slices.lua)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionSettings:
-    """lifetime_s: of a prediction after its last use. max_entries: in each shard; beyond
+    """Bounds of predictions. lifetime_s: after the last use. max_entries: in each shard; beyond
     that, the oldest are given up."""
 
     lifetime_s: float
@@ -43,13 +43,14 @@ class PredictionSettings:
         return max(1, round(self.lifetime_s * 1000 / SLICES_PER_LIFETIME))
 
     def prune_pause_s(self, buckets: int, max_buckets: int) -> float:
-        """The longest pause between steps of `prune`, each of `max_buckets` out of `buckets`."""
+        """Returns the longest pause between steps of `prune`, each of `max_buckets` out of
+        `buckets`."""
         return ROUND_SLICES * self.slice_ms / 1000 * max_buckets / max(1, buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class PruneStep:
-    """removed: entries. buckets: how many a round goes through; 0: nothing was predicted yet."""
+    """Result of one step. removed: entries. buckets: of a round; 0: nothing was predicted yet."""
 
     removed: int
     buckets: int
@@ -63,10 +64,8 @@ def predict(
     attempt: str,
     ttl_ms: int,
 ) -> Call[int]:
-    """Record that `incarnation` gets a request with `chain`; returns how many entries it took.
-
-    attempt: see Reservation; for ttl_ms, the prediction can be confirmed or withdrawn by it.
-    """
+    """Records that `incarnation` gets a request with `chain`; returns how many entries it took.
+    attempt: may confirm or withdraw the prediction for ttl_ms."""
     return call(
         "predict",
         shard,
@@ -83,22 +82,21 @@ def predict(
 
 
 def confirm_predicted(shard: Keyspace, attempt: str, settings: PredictionSettings) -> Call[int]:
-    """The first token of a request is out; returns how many entries that changed."""
+    """Confirms what a request predicted, as its first token is out; returns how many entries
+    changed."""
     return call("confirm_predicted", shard, attempt, settings.slice_ms, parse=int)
 
 
 def withdraw_predicted(shard: Keyspace, attempt: str) -> Call[int]:
-    """Forget what a request that ended before its first token has added; returns how many entries.
-
-    What another request has confirmed since stays.
-    """
+    """Forgets what a request that ended before its first token has added, but for what another one
+    has confirmed since; returns how many entries."""
     return call("withdraw_predicted", shard, attempt, parse=int)
 
 
 def predicted(
     shard: Keyspace, chain: Sequence[SequenceHash], settings: PredictionSettings
 ) -> Call[dict[Incarnation, int]]:
-    """Leading blocks of `chain` that each incarnation is predicted to hold."""
+    """Returns the leading blocks of `chain` that each incarnation is predicted to hold."""
     reached = positions(len(chain))
 
     def parse(reply: list[Any]) -> dict[Incarnation, int]:
@@ -111,7 +109,7 @@ def predicted(
 
 
 def prune(shard: Keyspace, settings: PredictionSettings, max_buckets: int) -> Call[PruneStep]:
-    """One bounded step of removing predictions that have expired."""
+    """Removes, in one bounded step, predictions that have expired."""
     return call(
         "prune", shard, settings.slice_ms, max_buckets, parse=lambda reply: PruneStep(*reply)
     )

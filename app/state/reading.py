@@ -1,4 +1,4 @@
-"""Reads the keys of a namespace alongside a running cluster: read-only, in bounded steps."""
+"""Reads of a namespace's keys beside a running cluster, in bounded steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STEP_FIELDS = 1000
 STEP_TIMEOUT_S = 5.0
 META_NUMBER = re.compile(rb"[1-9]\d{0,5}")
 BUCKET_BITS = re.compile(rb"0*([1-9]|1\d|2[0-4])")
-"""What lua/lib/bucket.lua reads as bucket bits: anybody may have written there."""
+"""Bucket bits as lua/lib/bucket.lua reads them: anybody may have written there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a namespace says of its workers, all from one moment."""
+    """Workers of a namespace, as its keys say, all from one moment."""
 
     now_ms: int
     meta: dict[bytes, bytes]
@@ -44,11 +44,11 @@ class Control:
 
 
 async def read_together(node: Redis, queue: Callable[[Pipeline], object]) -> list[Any]:
-    """The replies to the commands that `queue` puts into a pipeline, all from one moment.
+    """Returns the replies to the commands that `queue` puts into a pipeline, all from one moment.
 
-    A Redis whose memory is full refuses transactions, as it would have to keep their commands.
-    Then the commands are only sent together: it seldom serves others in between, but may.
-    Raises RedisUnavailable.
+    A Redis whose memory is full refuses transactions, as it would have to keep their commands. Then
+    the commands are only sent together: it seldom serves others in between, but may. Raises
+    RedisUnavailable.
     """
     async with deadline(STEP_TIMEOUT_S):
         try:
@@ -67,7 +67,7 @@ async def _execute(
 
 
 async def read_control(redis: RedisClient, keyspace: Keyspace) -> Control:
-    """Reads the keys as `read_together` does. Raises WrongVersion, RedisUnavailable."""
+    """Returns the workers' keys, from one moment. Raises WrongVersion, RedisUnavailable."""
 
     def queue(pipe: Pipeline) -> None:
         pipe.time()
@@ -85,7 +85,7 @@ async def read_control(redis: RedisClient, keyspace: Keyspace) -> Control:
 
 @dataclass(frozen=True, slots=True)
 class ReservationRecords:
-    """Everything that is reserved. reservations, expiry: read in parts, so a request that comes or
+    """Reservations of a namespace. reservations, expiry: read in parts, so a request that comes or
     goes meanwhile may be in one only. on: what each incarnation has, from one moment."""
 
     reservations: dict[bytes, bytes]
@@ -104,7 +104,8 @@ class OnWorker(NamedTuple):
 async def read_reservations(
     redis: RedisClient, keyspace: Keyspace, incarnations: Iterable[bytes]
 ) -> ReservationRecords:
-    """Reads what is reserved in parts: all of 50,000 requests would keep Redis busy for 0.1 s."""
+    """Returns what is reserved, read in parts: all of 50,000 requests would keep Redis busy for 0.1
+    s."""
     node = redis.node_of(keyspace["meta"]).client
     reservations: dict[bytes, bytes] = {}
     async for fields in _parts(node.hscan, keyspace["reservations"]):
@@ -125,7 +126,7 @@ def _queue_reserved(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:
 
 
 async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIterator[Any]:
-    """A large hash or sorted set, a few entries at a time."""
+    """Yields a large hash or sorted set, a few entries at a time."""
     cursor = -1
     while cursor != 0:
         async with deadline(STEP_TIMEOUT_S):
@@ -134,17 +135,15 @@ async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIte
 
 
 def readable(raw: bytes) -> str:
-    """The text of what should be text but may be anything."""
+    """Returns the text of what should be text but may be anything."""
     return raw.decode(errors="replace")
 
 
 def check_version(
     keyspace: Keyspace, meta: dict[bytes, bytes], workers: Iterable[bytes] = ()
 ) -> None:
-    """Raises WrongVersion if another release wrote the namespace. Like other_version in
-    lua/lib/meta.lua.
-
-    workers: their entries, which say it if `meta` has lost it."""
+    """Raises WrongVersion if another release wrote the namespace, like other_version in
+    lua/lib/meta.lua. workers: their entries, which say it if `meta` has lost it."""
     text = meta.get(b"version", b"")
     if META_NUMBER.fullmatch(text):
         held = {int(text)}
@@ -158,8 +157,8 @@ def check_version(
 
 
 def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
-    """A number in `meta`. Raises ConfigError for a bad one, as anybody may have written there, and
-    WrongVersion if another release wrote it."""
+    """Returns a number in `meta`. Raises ConfigError for a bad one, as anybody may have written
+    there, and WrongVersion if another release wrote it."""
     check_version(keyspace, meta)
     text = meta.get(field.encode(), b"")
     if not META_NUMBER.fullmatch(text):
@@ -168,13 +167,12 @@ def number_of(keyspace: Keyspace, meta: dict[bytes, bytes], field: str) -> int:
 
 
 async def bucket_bits_of(redis: RedisClient, shard: Keyspace) -> int | None:
-    """A shard's bucket bits; None: there are none, or none that make sense."""
     bits: Any = await redis.hget(shard["shard"], "bucket_bits")
     return parse_bucket_bits(bits)
 
 
 def parse_bucket_bits(text: bytes | None) -> int | None:
-    """The bucket bits that `text` spells; None: there are none, or none that make sense."""
+    """Returns the bucket bits that `text` spells; None if there are none that make sense."""
     bits = BUCKET_BITS.fullmatch(text or b"")
     return int(bits[1]) if bits else None
 
@@ -182,7 +180,8 @@ def parse_bucket_bits(text: bytes | None) -> int | None:
 async def fill(
     redis: RedisClient, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
-    """Blocks in the index per block it was laid out for, from at least `samples` of its buckets.
+    """Returns blocks in the index per block it was laid out for, from at least `samples` of its
+    buckets.
 
     Every shard gives as many; those whose layout cannot be read do not count. Raises
     RedisUnavailable.
@@ -207,7 +206,7 @@ async def fill(
 async def buckets(
     redis: RedisClient, keyspace: Keyspace
 ) -> AsyncIterator[tuple[Redis, dict[bytes, int]]]:
-    """All buckets of the index with their shards, a few at a time, and the server they are on."""
+    """Yields all buckets of the index with their shards, a few at a time, and their server."""
     async for node, keys in scan(redis, keyspace.pattern + ":blocks:*"):
         # A key that ends in a tenant's name may match as well.
         parsed = {key: keyspace.parse(key) or (None, "") for key in keys}
@@ -222,7 +221,7 @@ async def buckets(
 
 
 async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes] | None]:
-    """What is in each hash; None for a key that is not a hash. Raises RedisUnavailable.
+    """Returns the content of each hash; None for a key that is not a hash. Raises RedisUnavailable.
 
     Read in parts: while Redis reads a bucket of a hundred thousand blocks, it answers nobody else.
     """
@@ -247,7 +246,7 @@ async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes
 
 
 async def scan(redis: RedisClient, pattern: str) -> AsyncIterator[tuple[Redis, list[bytes]]]:
-    """All keys that match, a few at a time, with the server they are on."""
+    """Yields all keys that match, a few at a time, with their server."""
     async with deadline(STEP_TIMEOUT_S):
         masters = await redis.masters()
     for master in masters:

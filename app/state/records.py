@@ -1,4 +1,4 @@
-"""What scripts take several of: records of named fields, of which both sides read the order here.
+"""Rows that scripts take several of: both sides read the order of their fields here.
 
 `-- @fields <name>` in lua/ stands for one of FIELDS.
 """

@@ -1,4 +1,4 @@
-"""What router replicas say of themselves, and the history that they keep together."""
+"""Reports of router replicas, and the history that they keep together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.state.streams import id_ms, pages_backwards
 
 TIMEOUT_S = 2.0
 SPOKE_MS = 5000
-"""A replica that spoke so recently is there."""
+"""Time after its last report for which a replica counts as present."""
 STEP_MS, KEPT = 5000, 720
 MINUTE_MS, MINUTES_KEPT = 60_000, 1440
 PAGE = 120
@@ -23,8 +23,8 @@ PAGE = 120
 
 
 def beat(keyspace: Keyspace, replica: str, figures: Mapping[str, Any] | None) -> Call[int | None]:
-    """Say that a replica is there; returns the Redis clock in ms, or None: another release wrote
-    the namespace, where it says nothing. figures: None: it ends."""
+    """Reports that a replica is there (figures None: it ends); returns the Redis clock in ms, or
+    None if another release wrote the namespace, which then keeps nothing."""
     text = "" if figures is None else orjson.dumps(figures).decode()
     return call("beat", keyspace, replica, text, DATA_VERSION, parse=_clock)
 
@@ -36,11 +36,8 @@ def _clock(reply: int | None) -> int | None:
 async def read(
     redis: RedisClient, keyspace: Keyspace
 ) -> tuple[int, dict[str, tuple[int, dict[str, Any]]]]:
-    """The Redis clock, and of each replica when it spoke last, in ms, and what it said. Raises
-    RedisUnavailable.
-
-    Entries that cannot be read are left out.
-    """
+    """Returns the Redis clock and, of each replica, the time of its last report, ms, and its
+    figures, without those that cannot be read. Raises RedisUnavailable."""
     node = redis.node_of(keyspace["replicas"]).client
     async with deadline(TIMEOUT_S), node.pipeline(transaction=False) as pipe:
         pipe.time()
@@ -56,13 +53,13 @@ async def read(
 
 
 async def present(redis: RedisClient, keyspace: Keyspace) -> dict[str, dict[str, Any]]:
-    """What those say that are there. Raises RedisUnavailable."""
+    """Returns the figures of replicas that are present. Raises RedisUnavailable."""
     now_ms, said = await read(redis, keyspace)
     return {name: figures for name, (at_ms, figures) in said.items() if now_ms - at_ms <= SPOKE_MS}
 
 
 def object_in(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that `text` is; None: it is none."""
+    """Returns the JSON object that `text` is; None if it is none."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -71,11 +68,8 @@ def object_in(text: bytes) -> dict[str, Any] | None:
 
 
 def sample(keyspace: Keyspace, values: Mapping[str, Any], *, minute: bool = False) -> Call[int]:
-    """Add to the history; returns when its step began, in ms by the Redis clock, or 0: another
-    replica has.
-
-    minute: to that of the last day, which has a step each minute.
-    """
+    """Adds to the history; returns when its step began, ms by the Redis clock, or 0 if another
+    replica has added it. minute: to that of the last day, which has a step each minute."""
     step_ms, kept = (MINUTE_MS, MINUTES_KEPT) if minute else (STEP_MS, KEPT)
     text = orjson.dumps(values).decode()
     return call("sample", keyspace, step_ms, kept, text, parse=int)
@@ -84,7 +78,7 @@ def sample(keyspace: Keyspace, values: Mapping[str, Any], *, minute: bool = Fals
 async def history(
     redis: RedisClient, keyspace: Keyspace, after_ms: int, *, minute: bool = False
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Samples after a time, the oldest first, each with the time of its step. Raises
+    """Returns samples after a time, oldest first, each with the time of its step. Raises
     RedisUnavailable."""
     key = keyspace["history_minutes" if minute else "history"]
     most = MINUTES_KEPT if minute else KEPT

@@ -1,4 +1,4 @@
-"""Scripts that reserve capacity for requests in flight, and read the loads that result."""
+"""Reservations of capacity for requests in flight, and the loads that result."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from app.state.scripts import Call, ScriptRunner, call, command
 
 _TAGGED = re.compile(r" \d+-([0-9a-f]+)")
 CARRIED_MS = 10_000
-"""How long what a door carries stays reserved after the door was last heard of."""
+"""Time for which a door's reservation lasts after the door was last heard of."""
 
 
 def loads(keyspace: Keyspace) -> Call[Snapshot]:
-    """A Snapshot of all loads. Its parser raises NamespaceMissing if there is no such namespace,
-    WrongVersion if another release wrote it."""
+    """Returns a Snapshot of all loads. Its parser raises NamespaceMissing if there is no such
+    namespace, WrongVersion if another release wrote it."""
 
     def parse(reply: list[Any] | None) -> Snapshot:
         snapshot = _snapshot(keyspace, reply, Columns())
@@ -38,7 +38,7 @@ def loads(keyspace: Keyspace) -> Call[Snapshot]:
 
 
 def load_of(keyspace: Keyspace, incarnation: Incarnation) -> Call[Load | None]:
-    """The load of one worker; None: there is none that can be read."""
+    """Returns the load of one worker; None if there is none that can be read."""
 
     def parse(reply: bytes | None) -> Load | None:
         return None if reply is None else parse_load(reply)
@@ -47,8 +47,8 @@ def load_of(keyspace: Keyspace, incarnation: Incarnation) -> Call[Load | None]:
 
 
 def changes(keyspace: Keyspace, columns: Columns) -> Call[Snapshot | None]:
-    """The same, by what has changed since `columns` were last taken. None: Redis lost some of what
-    they hold; ask again, for everything."""
+    """Returns a Snapshot, by what has changed since `columns` were last taken. None: Redis lost
+    some of what they hold; ask again, for everything."""
 
     def parse(reply: list[Any] | None) -> Snapshot | None:
         return _snapshot(keyspace, reply, columns)
@@ -64,12 +64,12 @@ def reserve(
     prefill_ttl_ms: int | None = None,
     columns: Columns | None = None,
 ) -> Call[list[Refusal | None]]:
-    """Promise capacity to each wish in turn, unless its worker has changed; None: promised.
+    """Promises capacity to each wish in turn, unless its worker has changed; None: promised.
 
-    Ends after ttl_ms. If no first token is reported, it ends prefill_ttl_ms and four times the
-    predicted queue of the worker later, if that is earlier; None: after ttl_ms all the same.
-    One that is carried ends after CARRIED_MS, unless it is extended. columns: what is known of the
-    loads; the answer says what has changed, if a wish is refused. None: it says everything.
+    A reservation ends after ttl_ms, and without a first token after prefill_ttl_ms and four times
+    the worker's predicted queue, if that is earlier; None: after ttl_ms all the same. One that is
+    carried ends after CARRIED_MS, unless it is extended. columns: the loads known; a refusal's
+    answer says what has changed in them. None: it says everything.
     """
     known = columns or Columns()
 
@@ -110,8 +110,8 @@ def _reserve_row(wish: Wish, request_id: str) -> ReserveRow:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """Of what is reserved for a request that a door carries. incarnation: its worker's now; None:
-    it has none. decoding: whether the first token is out."""
+    """Reservation of a request that a door carries. incarnation: its worker's now; None: it has
+    none. decoding: whether the first token is out."""
 
     reservation_id: str
     reservation: Reservation
@@ -120,7 +120,7 @@ class Extension:
 
 
 class ExtensionOutcome(IntEnum):
-    """What came of an extension. NEITHER: its worker is not routed to, or another try has it."""
+    """Outcome of an extension. NEITHER: its worker is not routed to, or another try has it."""
 
     NEITHER = 0
     EXTENDED = 1
@@ -128,7 +128,7 @@ class ExtensionOutcome(IntEnum):
 
 
 def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[ExtensionOutcome]]:
-    """Keep reservations for CARRIED_MS from now on; make those again that Redis has lost."""
+    """Keeps reservations for CARRIED_MS from now on; makes those again that Redis has lost."""
 
     def parse(reply: list[int]) -> list[ExtensionOutcome]:
         return [ExtensionOutcome(outcome) for outcome in reply]
@@ -150,10 +150,10 @@ def extend(keyspace: Keyspace, extensions: Sequence[Extension]) -> Call[list[Ext
 
 @dataclass(slots=True)
 class PrefillComplete:
-    """Of one request. request_id: that, or the reservation's own id. ttl_ms: how much longer what
-    is reserved lasts. began_by_ms: as of a Release. of_source: of what its source promised: the
-    prompt is computed there, and no longer a request of that worker's; its blocks wait to be
-    fetched, for ttl_ms. late_ms: how much later than predicted the first token came; None: that is
+    """First token of one request. request_id: the request's, or the reservation's own id. ttl_ms:
+    how much longer the reservation lasts. began_by_ms: only if the try that made it began by then,
+    Redis clock. of_source: the source's reservation: the prompt is computed there, and its blocks
+    wait to be fetched for ttl_ms. late_ms: how much later than predicted the token came; None:
     unknown."""
 
     request_id: str
@@ -166,7 +166,7 @@ class PrefillComplete:
 def prefill_complete(
     keyspace: Keyspace, requests: Sequence[PrefillComplete]
 ) -> Call[list[str | None]]:
-    """Record that first tokens are out. Idempotent.
+    """Records that first tokens are out. Idempotent.
 
     Returns of each the attempt that made the reservation, "-" if that is unknown; None: there is no
     such reservation.
@@ -182,12 +182,12 @@ def prefill_complete(
 
 @dataclass(slots=True)
 class Release:
-    """Of one reservation. request_id: that, or the reservation's own id. attempt: only if the
-    reservation is that attempt's; "": any. began_by_ms: only if the try that made it began by then,
-    by the Redis clock; None: whenever that was. answered: its worker has answered it, which ends
-    a row of failures, if the first token was reported. whole: that is reported with this. late_ms:
-    how much later than predicted the first token came, if that is reported with this, or has not
-    come by now; None: that is unknown."""
+    """End of one reservation. request_id: the request's, or the reservation's own id. attempt: only
+    if the reservation is that attempt's; "": any. began_by_ms: only if the try that made it began
+    by then, Redis clock; None: any. answered: whether its worker has answered it, which ends a row
+    of failures, if the first token was reported. whole: whether that is reported with this.
+    late_ms: how much later than predicted the first token came, if reported with this or still
+    missing; None: unknown."""
 
     request_id: str
     attempt: str = ""
@@ -198,7 +198,7 @@ class Release:
 
 
 def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | None]]:
-    """End reservations. Idempotent.
+    """Ends reservations. Idempotent.
 
     Returns of each the attempt that made it if its first token was not out yet, else "-"; None:
     there is no such reservation (any more).
@@ -213,7 +213,7 @@ def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | 
 
 
 def settle(keyspace: Keyspace, attempts: Sequence[str]) -> list[Call[int]]:
-    """Forget what was to be fetched for these: it was fetched in time, or nothing came too late."""
+    """Forgets the fetches of these attempts: made in time, or nothing came too late."""
     return [
         command("settle", "ZREM", keyspace["fetches"], *attempts, parse=int),
         command("settle", "HDEL", keyspace["fetching"], *attempts, parse=int),
@@ -222,13 +222,13 @@ def settle(keyspace: Keyspace, attempts: Sequence[str]) -> list[Call[int]]:
 
 @lru_cache(maxsize=4096)
 def owner_mark(owner: str) -> str:
-    """8 hex digits, in which the tags end of the reservations that belong to a key."""
+    """Returns 8 hex digits, in which the tags of the reservations of a key end."""
     return hashlib.blake2b(owner.encode(), digest_size=4).hexdigest()
 
 
 async def is_foreign(runner: ScriptRunner, keyspace: Keyspace, request_id: str, owner: str) -> bool:
-    """Whether there is a reservation under that id, or that of its request, which does not belong
-    to `owner`. Raises RedisUnavailable."""
+    """Returns whether a reservation under that id, or its request's, does not belong to `owner`.
+    Raises RedisUnavailable."""
     name, _, tag = request_id.rpartition("~")
     if name:
         return not tag.endswith(owner_mark(owner))
@@ -245,7 +245,7 @@ def _text(reply: bytes | None) -> str:
 
 
 def expire(keyspace: Keyspace, limit: int) -> Call[int]:
-    """Forget at most `limit` reservations whose time is up; returns how many."""
+    """Forgets at most `limit` reservations whose time is up; returns how many."""
     return call("expire", keyspace, limit, parse=int)
 
 

@@ -32,7 +32,7 @@ MAX_WAITING = 16_384
 
 
 class Node(NamedTuple):
-    """Where to send a command. asking: an ASK redirected it there. replica: for reads only."""
+    """Target of a command. asking: an ASK redirected it there. replica: for reads only."""
 
     client: Redis
     asking: bool = False
@@ -40,11 +40,11 @@ class Node(NamedTuple):
 
 
 class NotSent(RedisError):
-    """No connection could be obtained, so the commands certainly did not run."""
+    """Failure to get a connection, so the commands certainly did not run."""
 
 
 def did_not_run(reply: Any) -> bool:
-    """Whether this is an error saying that the command had no effect, but may elsewhere."""
+    """Whether an error says that the command had no effect, but may elsewhere."""
     # Before Redis 7, a script's error names READONLY, a replica's refusal, only in its text.
     return isinstance(reply, NotSent | AskError | ClusterDownError | ReadOnlyError) or (
         isinstance(reply, ResponseError) and "-READONLY" in str(reply)
@@ -52,7 +52,7 @@ def did_not_run(reply: Any) -> bool:
 
 
 async def round_trip(node: Node, commands: Iterable[Sequence[Any]], until_s: float) -> list[Any]:
-    """The raw replies to one pipeline, one per command, with errors as values.
+    """Returns the raw replies to one pipeline, one per command, with errors as values.
 
     Raises TimeoutError at `until_s`, loop time, and RedisError or OSError if the connection fails
     after sending; some of the commands may then have run.
@@ -77,7 +77,7 @@ async def round_trip(node: Node, commands: Iterable[Sequence[Any]], until_s: flo
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What one caller has sent. num: of its commands. until_s: loop time."""
+    """Commands of one caller. num: of them. until_s: loop time."""
 
     num: int
     until_s: float
@@ -86,7 +86,7 @@ class _Pipeline:
 
 
 class SharedConnection(asyncio.Protocol):
-    """A connection on which pipelines of all callers go out at once; Redis replies in their order.
+    """Connection on which pipelines of all callers go out at once; Redis replies in their order.
 
     A caller that is cancelled, or too late, leaves its place: its replies are dropped as they come.
     One timer serves all callers.
@@ -112,7 +112,7 @@ class SharedConnection(asyncio.Protocol):
         """Whether more may be sent."""
 
     def send(self, packed: bytes, num: int, until_s: float) -> asyncio.Future[list[Any]]:
-        """Sends `num` commands, and returns what their replies come to, as in `round_trip`."""
+        """Sends `num` commands; their replies are as in `round_trip`."""
         done = self._loop.create_future()
         if len(self._waiting) >= MAX_WAITING:
             done.set_result([NotSent(f"{MAX_WAITING} pipelines wait for replies")] * num)
@@ -164,7 +164,7 @@ class SharedConnection(asyncio.Protocol):
         self._timer = self._loop.call_at(when_s, self._look)
 
     def _look(self) -> None:
-        """Has callers leave that have waited for long enough."""
+        """Fails callers that have waited for long enough."""
         self._timer = None
         now_s = self._loop.time()
         for pipeline in self._waiting:
@@ -192,7 +192,8 @@ class SharedConnection(asyncio.Protocol):
 
 
 class SharingPool(BlockingConnectionPool):
-    """redis-py's connections to a server, beside the one that all callers of `round_trip` share."""
+    """Pool of redis-py's connections to a server, and the one that callers of `round_trip`
+    share."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -201,7 +202,7 @@ class SharingPool(BlockingConnectionPool):
 
     @property
     def shared(self) -> SharedConnection | None:
-        """The connection that callers share; None: there is none that is open."""
+        """Connection that callers share; None if none is open."""
         return self._shared if self._shared is not None and self._shared.is_open else None
 
     async def open_shared(self) -> SharedConnection:

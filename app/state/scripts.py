@@ -1,4 +1,4 @@
-"""Runs Calls, any number per round trip: each is a script of lua/, or a single Redis command.
+"""Runner of Calls, any number per round trip: each is a script of lua/, or one Redis command.
 
 A script's header is its contract; Keyspace spells out the names after `KEYS[n]` in it.
 """
@@ -33,7 +33,7 @@ _HEADER_KEY = re.compile(r"^-- KEYS\[\d+\] +(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One file of lua/, with its includes and the names of FIELDS pasted in."""
+    """file of lua/, with its includes and the names of FIELDS pasted in."""
 
     name: str
     text: str
@@ -44,7 +44,6 @@ class Script:
 
 @cache
 def load_script(name: str) -> Script:
-    """The script lua/<name>.lua."""
     folder = files("lua")
     raw = (folder / f"{name}.lua").read_text()
     text = _INCLUDE.sub(lambda m: (folder / "lib" / f"{m[1]}.lua").read_text(), raw)
@@ -56,11 +55,8 @@ def load_script(name: str) -> Script:
 
 @dataclass(slots=True)
 class Call(Generic[T]):
-    """One run of an operation: what goes in, and how to read what comes out.
-
-    name: the operation's, which is that of its script. command: the Redis command that it is, if it
-    needs no script.
-    """
+    """One run of an operation: its arguments, and the parser of its reply. name: of the operation
+    and its script. command: the Redis command, if no script is needed."""
 
     name: str
     keys: tuple[str, ...]
@@ -76,12 +72,13 @@ class Call(Generic[T]):
 
 
 def call(name: str, keyspace: Keyspace, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
-    """A Call of lua/<name>.lua in `keyspace`."""
+    """Returns a Call of lua/<name>.lua in `keyspace`."""
     return Call(name, _keys(name, keyspace.namespace, keyspace.shard), args, parse)
 
 
 def command(name: str, command: str, key: str, *args: Any, parse: Callable[[Any], T]) -> Call[T]:
-    """A Call of one Redis command on `key`, which is all that the operation `name` needs."""
+    """Returns a Call of one Redis command on `key`, which is all that the operation `name`
+    needs."""
     return Call(name, (key,), args, parse, command)
 
 
@@ -92,10 +89,8 @@ def _keys(name: str, namespace: str, shard: int | None) -> tuple[str, ...]:
 
 
 class ScriptRunner:
-    """Runs Calls on Redis, each batch within `timeout_s`.
-
-    on_replicas: scripts that run on replicas where there are any; each must be read-only.
-    """
+    """Runner of Calls, each batch within `timeout_s`. on_replicas: scripts, read-only, that run on
+    replicas where there are any."""
 
     def __init__(
         self, redis: RedisClient, timeout_s: float, *, on_replicas: Collection[str] = ()
@@ -107,10 +102,11 @@ class ScriptRunner:
         self._on_replicas = frozenset(on_replicas)
 
     async def run(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """The parsed replies, in the order of `calls`; one round trip, two after a Redis restart.
+        """Returns the parsed replies, in the order of `calls`; one round trip, two after a Redis
+        restart.
 
         In a Cluster the calls to each node are one round trip, and the nodes work in parallel.
-        They may run in any order: those whose script Redis does not know yet are sent again.
+        Calls may run in any order: those whose script Redis does not know yet are sent again.
         Raises RedisUnavailable if Redis cannot be reached or does not answer in time; some of the
         calls may then have taken effect.
         """
@@ -121,8 +117,8 @@ class ScriptRunner:
         return replies
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Like `run`, but with a RedisUnavailable in place of each missing answer, and the error in
-        place of one that its parser refuses.
+        """Returns the parsed replies, with a RedisUnavailable in place of each missing answer, and
+        the error in place of one that its parser refuses.
 
         Calls to one node do not wait for another node: each node has the whole `timeout_s`.
         """
@@ -136,12 +132,12 @@ class ScriptRunner:
         return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:
-        """`run` for a single call."""
+        """Returns the parsed reply of one call."""
         result: T = (await self.run([one]))[0]
         return result
 
     async def _replies_of_nodes(self, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
-        """As `_replies`, of the node that each call is for."""
+        """Returns the reply of each call's node, with errors as values."""
         if self.redis.stale:
             try:
                 async with deadline(self._timeout_s):
@@ -168,7 +164,7 @@ class ScriptRunner:
         return self.redis.node_of(one.keys[0], replica=one.name in self._on_replicas)
 
     async def _replies(self, node: Node, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
-        """The reply to each call, with errors as values."""
+        """Returns the reply to each call, with errors as values."""
         try:
             return await self._ask(node, calls, until_s, MAX_REDIRECTS)
         except TimeoutError:
@@ -181,7 +177,7 @@ class ScriptRunner:
     async def _ask(
         self, node: Node, calls: Sequence[Call[Any]], until_s: float, redirects: int
     ) -> list[Any]:
-        """The replies of `node`, or of the nodes that calls are redirected to."""
+        """Returns the replies of `node`, or of the nodes that calls are redirected to."""
         try:
             replies = await self._send(node, calls, until_s)
             missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
@@ -217,10 +213,8 @@ class ScriptRunner:
         missing: Sequence[int],
         until_s: float,
     ) -> None:
-        """Sends those calls again whose script Redis did not know, and sets their replies.
-
-        Calls run one by one and in order, so what Redis did run stands.
-        """
+        """Sends calls again whose script Redis did not know, and sets their replies. Calls run one
+        by one and in order, so what Redis did run stands."""
         texts = [load_script(name).text for name in {calls[i].name for i in missing}]
         for reply in await round_trip(node, [("SCRIPT LOAD", text) for text in texts], until_s):
             if isinstance(reply, Exception):
@@ -241,8 +235,8 @@ def _grouped(pairs: Iterable[tuple[Node, int]]) -> dict[Node, list[int]]:
 
 
 def _parsed(c: Call[Any], reply: Any) -> Any:
-    """What the reply means, or what its parser raises; for an error of Redis (LOADING, READONLY, a
-    script that failed), a RedisUnavailable that says which."""
+    """Returns the parsed reply, or what its parser raises; for an error of Redis (LOADING,
+    READONLY, a script that failed), a RedisUnavailable that says which."""
     if not isinstance(reply, Exception):
         try:
             return c.parse(reply)

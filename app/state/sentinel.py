@@ -1,4 +1,4 @@
-"""A client of the master of a service watched by Sentinel, found again after each failover."""
+"""Client of the master of a service watched by Sentinel, found again after each failover."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FOLLOW_TIMEOUT_S = 1.0
 
 
 class SentinelPool(SentinelConnectionPool, SharingPool):
-    """A SharingPool whose new connections go to the server that the sentinels name."""
+    """Pool whose new connections go to the server that the sentinels name."""
 
     def __init__(self, service: str, sentinels: Sentinels, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
 
     async def ensure_connection(self, connection: Any) -> None:
-        """Reconnect a connection that was in use while the sentinels named another master."""
+        """Reconnects a connection that was in use while the sentinels named another master."""
         if self.is_master and (connection.host, connection.port) != self.master_address:
             await connection.disconnect()
         await super().ensure_connection(connection)
 
 
 class Sentinels(Sentinel):
-    """Asks all sentinels, and believes the one that knows of the latest failover.
+    """Sentinels, of which the one that knows of the latest failover is believed.
 
     patience_s: for the master, how long all sentinels are waited for before the answers that there
     are will do; for replicas, how long one sentinel is before the next is asked as well.
@@ -54,7 +54,7 @@ class Sentinels(Sentinel):
         return await first_answer(asks, self._patience_s)
 
     async def _master(self, sentinel: Redis, service_name: str) -> tuple[int, Address]:
-        """The number of the failover that made the master, and its address."""
+        """Returns the number of the failover that made the master, and its address."""
         masters: Any = await sentinel.sentinel_masters()
         state = masters.get(service_name)
         if state is None or not self.check_master_state(state, service_name):
@@ -69,7 +69,7 @@ class Sentinels(Sentinel):
 
 
 class SentinelClient(RedisClient):
-    """The master of a service watched by Sentinel, looked up again for each new connection."""
+    """Client of the master of a service, looked up again for each new connection."""
 
     has_nodes = True
 
@@ -84,7 +84,7 @@ class SentinelClient(RedisClient):
         return Node(self._replicas, replica=True) if replica else Node(self)
 
     async def follow(self) -> None:
-        """Leave a master as soon as the sentinels name another.
+        """Leaves a master as soon as the sentinels name another.
 
         The old one may still answer: after a handover, or back from a pause, it considers itself
         the master for 8 s more, until a sentinel makes it a replica and all writes it took are

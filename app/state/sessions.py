@@ -1,4 +1,4 @@
-"""Where sessions last went, so that they may go there again."""
+"""Places where sessions last went, so that they may go there again."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from app.core.types import Incarnation
 from app.state.scripts import Call, call, command
 
 SESSIONS_KEPT = 65_536
-"""About 7 MB in Redis."""
+"""Sessions kept, about 7 MB in Redis."""
 _VISIT = re.compile(rb"([1-9]\d{0,14}) (\d{1,15})")
 
 
 class Visit(NamedTuple):
-    """Where a session last went, and when, by the Redis clock.
-
-    The incarnation may have ended; the worker's next one holds nothing of the session.
-    """
+    """session's last place, and when, by the Redis clock. The incarnation may have ended; the
+    worker's next one holds nothing of the session."""
 
     incarnation: Incarnation
     at_ms: int
 
 
 def recall(keyspace: Keyspace, sessions: Sequence[str]) -> Call[list[Visit | None]]:
-    """The last visit of each of `sessions`, at least one; None: none is known.
-
-    One longer ago than the lifetime of a session may still be in Redis: its reader passes it over.
-    """
+    """Returns the last visit of each of `sessions`, at least one; None if none is known. A visit
+    may be older than the lifetime of a session: its reader passes it over."""
 
     def parse(reply: list[bytes | None]) -> list[Visit | None]:
         return [_visit(text or b"") for text in reply]
@@ -49,5 +45,5 @@ def remember(
     ttl_ms: int,
     limit: int = SESSIONS_KEPT,
 ) -> Call[int]:
-    """Record that `session` went to `incarnation`; returns how many others were forgotten."""
+    """Records that `session` went to `incarnation`; returns how many others were forgotten."""
     return call("remember", keyspace, session, incarnation, ttl_ms, limit, parse=int)

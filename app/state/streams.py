@@ -17,10 +17,10 @@ PAGE_TIMEOUT_S = 5.0
 async def pages_backwards(
     redis: Redis, key: str, size: int, *, oldest: str = "-", timeout_s: float | None = None
 ) -> AsyncIterator[Page]:
-    """The entries of a stream, the newest first, one round trip for each `size` of them.
+    """Yields the entries of a stream, the newest first, one round trip for each `size` of them.
 
-    oldest: the id of the last entry to read. timeout_s: for each round trip; None:
-    PAGE_TIMEOUT_S. Raises RedisUnavailable.
+    oldest: the id of the last entry to read. timeout_s: for each round trip; None: PAGE_TIMEOUT_S.
+    Raises RedisUnavailable.
     """
     newest = "+"
     while True:
@@ -33,5 +33,5 @@ async def pages_backwards(
 
 
 def id_ms(entry_id: bytes) -> int:
-    """When an entry was added, in ms by the Redis clock."""
+    """Returns when an entry was added, in ms by the Redis clock."""
     return int(entry_id.partition(b"-")[0])

@@ -1,4 +1,4 @@
-"""What requests have used, in Redis: one hash for each hour, which expires."""
+"""Usage of requests in Redis: one hash for each hour, which expires."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.state.records import UsageRow
 from app.state.scripts import Call, ScriptRunner, call, command
 
 MAX_FIELDS = 4096
-"""Of an hour: callers choose the names of tenants."""
+"""Fields of an hour: callers choose the names of tenants."""
 NONE = "-"
 HOURS_AT_ONCE = 64
 
@@ -25,8 +25,8 @@ def count(
     *,
     kept_ms: int,
 ) -> Call[bool]:
-    """Add what was used to the sums of an hour since 1970; returns whether this call did that, not
-    an earlier one with the same number."""
+    """Adds usage to the sums of an hour since 1970; returns whether this call did that, not an
+    earlier one with the same number."""
     rows = [
         UsageRow(who.key or NONE, who.tenant or NONE, who.model, *usage)
         for who, usage in used.items()
@@ -38,8 +38,7 @@ def count(
 async def read(
     runner: ScriptRunner, keyspace: Keyspace, hours: Iterable[int]
 ) -> dict[int, list[tuple[Who, Usage]]]:
-    """What was used in each of these hours. What cannot be read is left out. Raises
-    RedisUnavailable."""
+    """Returns the readable usage of each of these hours. Raises RedisUnavailable."""
     hours, used = list(hours), dict[int, list[tuple[Who, Usage]]]()
     for at in range(0, len(hours), HOURS_AT_ONCE):
         some = hours[at : at + HOURS_AT_ONCE]

@@ -1,4 +1,4 @@
-"""The queue in which requests of all replicas wait until a worker can take them."""
+"""Queue in which requests of all replicas wait until a worker can take them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from app.state.reading import STEP_TIMEOUT_S, readable
 from app.state.scripts import Call, call
 
 CHARGE_UNIT = 16
-"""Charges are whole numbers; this many make a token of a flow with weight 1."""
+"""Charge of one token in a flow with weight 1: charges are whole numbers."""
 MAX_CHARGE = 10**12
 MAX_TICKETS = 2000
 MAX_PICKY = 64
-"""At most this many requests that not every worker could take have a turn at once."""
+"""Requests with a turn at once that not every worker could take, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request's place in the queue.
-
-    flow: within a flow, the longest wait is first; between flows, charges decide. name: unique.
-    since_ms: by the Redis clock.
-    """
+    """request's place in the queue. flow: the longest wait is first in it; charges decide between
+    flows. name: unique. since_ms: by the Redis clock."""
 
     flow: str
     name: str
@@ -37,10 +34,8 @@ class Ticket:
 def ticket(
     flow: str, replica: str, number: int, *, tokens: int, weight: float, picky: bool, since_ms: int
 ) -> Ticket:
-    """A replica's `number`-th ticket, for a turn worth `tokens` in a flow of that weight.
-
-    picky: not every worker could take the request.
-    """
+    """Returns a replica's `number`-th ticket, for a turn worth `tokens` in a flow of that weight.
+    picky: whether some workers could not take the request."""
     charge = min(max(1, round(CHARGE_UNIT * tokens / weight)), MAX_CHARGE)
     # Redis orders tickets of the same millisecond by their names.
     name = f"{replica}-{number:09} {charge} {'x' if picky else '-'}"
@@ -50,7 +45,7 @@ def ticket(
 def wait(
     keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], *, ttl_ms: int, kept_ms: int
 ) -> Call[int]:
-    """Wait, or go on waiting; returns how many of `tickets` did not wait before.
+    """Waits, or goes on waiting; returns how many of `tickets` did not wait before.
 
     ttl_ms: how long all tickets of the replica wait without another call. kept_ms: how long these
     do without one that names them; longer. Redis takes 25 µs per flow and half of one per ticket.
@@ -72,10 +67,8 @@ def wait(
 def turns(
     keyspace: Keyspace, replica: str, limit: int, max_picky: int = MAX_PICKY
 ) -> Call[list[tuple[str, str]]]:
-    """Flow and name of the replica's tickets among the first `limit` of all, in their order.
-
-    Picky ones, at most the first `max_picky`, come on top so that they hold up nobody.
-    """
+    """Returns flow and name of the replica's tickets among the first `limit` of all, in their
+    order. Picky ones, at most the first `max_picky`, come on top so that they hold up nobody."""
 
     def parse(reply: list[Any]) -> list[tuple[str, str]]:
         # Anybody may have written to Redis.
@@ -86,17 +79,14 @@ def turns(
 
 
 def leave(keyspace: Keyspace, left: Iterable[tuple[str, str, bool]]) -> Call[None]:
-    """Stop waiting. left: flow and name of each ticket, and whether it had its turn."""
+    """Stops waiting. left: flow and name of each ticket, and whether it had its turn."""
     fields = [field for flow, name, had_turn in left for field in (flow, name, int(had_turn))]
     return call("leave", keyspace, *fields, parse=lambda _: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Requests of one tenant and priority that wait for a worker.
-
-    oldest_s: how long the first one has waited.
-    """
+    """Requests of one tenant and priority that wait for a worker. oldest_s: the longest wait."""
 
     tenant: str
     priority: str
@@ -105,7 +95,8 @@ class Flow:
 
 
 async def flows(redis: RedisClient, keyspace: Keyspace) -> list[Flow]:
-    """Flows in the order in which their first requests get a turn. Raises RedisUnavailable."""
+    """Returns flows in the order in which their first requests get a turn. Raises
+    RedisUnavailable."""
     node = redis.node_of(keyspace["flows"]).client
     async with deadline(STEP_TIMEOUT_S):
         seconds, micros = await node.time()

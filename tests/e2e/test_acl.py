@@ -179,7 +179,7 @@ def test_a_role_is_granted_the_commands_of_its_scripts_and_a_few_more(role):
 def test_a_worker_is_granted_the_keys_of_its_scripts_and_the_metrics():
     named = {key for name in SCRIPTS["worker"] for key in load_script(name).key_names}
     assert granted("worker")[0] == {
-        f"kvroute:1:{'{*#*}' if key in SHARD_KEY_TYPES else '{*}'}:{key}{'*' if key.endswith(':') else ''}"
+        "kvroute:1:{*" + "#*" * (key in SHARD_KEY_TYPES) + "}:" + key + "*" * key.endswith(":")
         for key in (named - {"models"}) | {"metrics"}
     } | {EVERY_RELEASES_MODELS}
 
