@@ -1,1 +1,1 @@
-"""What routers and workers share of serving HTTP."""
+"""HTTP serving that routers and workers share."""

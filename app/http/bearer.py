@@ -1,4 +1,4 @@
-"""Keys as bearer tokens, compared in constant time."""
+"""Bearer keys, compared in constant time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ def digest_of(key: bytes) -> bytes:
 
 
 def authorization_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The header by which a request says who sends it; None: there is none.
+    """Returns the header that names the sender's key; None if there is none.
 
-    Raises InvalidRequest if there are two: which of them counts is told differently by what is in
-    front of this and what is behind.
+    Raises InvalidRequest if there are two: proxies in front may take another one than this.
     """
     values: dict[bytes, bytes] = {}
     for name, value in headers:
@@ -33,10 +32,8 @@ def authorization_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def name_of(authorization: bytes | None, digests: Sequence[tuple[str, bytes]]) -> str | None:
-    """The name of the key in that header; None: there is no valid one there.
-
-    Compares with every key, whichever matches, so that time tells nothing about any.
-    """
+    """Returns the name of the key in that header; None if none is valid. Every key is compared, so
+    that time tells nothing about any."""
     scheme, _, key = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer" or len(key) > _LONGEST:
         return None

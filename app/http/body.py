@@ -1,4 +1,4 @@
-"""HTTP as routers and workers speak it: bodies within a limit, errors in one shape."""
+"""Request bodies within a limit, and errors in one shape."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from app.http.held import HELD, HeldBody
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
-"""For a body, and between any two of its pieces."""
+"""Seconds for a body, and between any two of its pieces."""
 LEAST_BYTES_PER_S = 8192
-"""What has come of a body earns it so much more time: slow lines bring large ones, too."""
+"""Bytes that earn a body a further second: slow lines bring large ones, too."""
 
 
 async def read_body(request: Request, limit: int, flag: str = "") -> bytes:
-    """Returns the body, decoded. flag: that sets the limit. Raises BodyTooLarge and BodiesTooLarge,
-    as soon as that is known, BodyTimeout and ClientDisconnect, and as `decoded`."""
+    """Returns the body, decoded. flag: named in errors of the limit. Raises BodyTooLarge and
+    BodiesTooLarge as soon as that is known, BodyTimeout, ClientDisconnect, and what `decoded`
+    raises."""
     size, coding = _announced(request)
     held: HeldBody | None = request.scope.get(HELD)  # servers of other makes, in tests, have none
     if held is not None and size <= limit:
@@ -71,8 +72,8 @@ async def read_body(request: Request, limit: int, flag: str = "") -> bytes:
 
 
 def _announced(request: Request) -> tuple[int, str]:
-    """Returns the length and the encoding that headers say, "" for none. Without making an object
-    of all headers, as request.headers does."""
+    """Returns length and encoding ("": none) that headers say, without making an object of all
+    headers, as request.headers does."""
     size, coding = 0, ""
     for name, value in request.scope["headers"]:
         if name == b"content-length":
@@ -84,7 +85,7 @@ def _announced(request: Request) -> tuple[int, str]:
 
 @coroutine
 def resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, None, T]:
-    """Awaits the rest of what has been started and came to wait for something."""
+    """Awaits the rest of a coroutine that has been started and waits for something."""
     try:
         yield waits_for
         return (yield from started)
@@ -93,5 +94,5 @@ def resumed(started: Generator[Any, None, T], waits_for: Any) -> Generator[Any, 
 
 
 def error_body(code: str, message: str, field: str | None = None) -> dict[str, object]:
-    """The one shape of every error. code: stable, part of the interface."""
+    """Returns the body of an error, one shape for all. code: stable, part of the interface."""
     return {"error": {"code": code, "message": message, "field": field}}

@@ -1,4 +1,4 @@
-"""Who sent a request, and how its answer goes: the one argument of every endpoint."""
+"""Request and answer in one: the argument of every endpoint."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Headers = Sequence[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 STALLED_S = 300.0
-"""Longer than a router waits for its own clients, as it takes what they take."""
+"""Seconds a worker's client may take nothing: longer than a router waits for its own clients."""
 
 
 class ClientStalled(KvrouteError):
-    """The client has taken nothing of its answer for too long."""
+    """client has taken nothing of its answer for too long."""
 
 
 class Client(Request):
-    """A request, and the client that waits for its answer.
+    """request, and the client that waits for its answer.
 
-    about: headers of every answer. key_name: of the key that opened the server; "": it needs none.
-    raw_headers: of those that come twice, the last. status: of the answer; 0: none has begun.
+    about: headers of every answer. key_name: of the key that opened the server; "": none was
+    needed. raw_headers: the last of each name. status: of the answer; 0: none has begun.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,58 +42,57 @@ class Client(Request):
         self.status = 0
         self.has_ended = False
         self._answer_headers: Headers = ()
-        """Of its answer, as far as it has begun."""
         self._watched: watched | None = None
 
     @property
     def stalled_s(self) -> float:
-        """How long it may take nothing."""
+        """Seconds for which the client may take nothing."""
         return STALLED_S
 
     @property
     def holder(self) -> str:
-        """Who has a share of what all share: a key, or else an address."""
+        """Holder of a share of what all callers share: a key, or else an address."""
         peer = self.scope.get("client")
         return self.key_name or (peer[0] if peer else "")
 
     async def read(self, limit: int, flag: str = "") -> bytes:
-        """The body. flag: that sets the limit. Raises as `read_body`."""
+        """Returns the body. flag: named in errors of the limit. Raises what `read_body` raises."""
         if (held := self.scope.get(HELD)) is not None:
             held.belong_to(self.holder)
         return await read_body(self, limit, flag)
 
     def watched(self) -> watched:
-        """Cancels what is done within it once the client is gone."""
+        """Returns a context manager that cancels what is done within it once the client is gone."""
         self._watched = watched(self.scope)
         return self._watched
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was while it was watched."""
+        """Whether the client went while it was watched."""
         return self._watched is not None and self._watched.is_gone
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Raises ClientStalled, like `send` and `say`, if it takes nothing for too long."""
+        """Begins the answer. Raises ClientStalled if the client takes nothing for too long."""
         self._answer_headers = [*headers, *self.about]
         await self.say(
             {"type": "http.response.start", "status": status, "headers": self._answer_headers}
         )
 
     async def send(self, piece: bytes, *, last: bool = False) -> None:
-        """A piece of the answer's body."""
+        """Sends a piece of the answer's body. Raises ClientStalled."""
         await self.say({"type": "http.response.body", "body": piece, "more_body": not last})
 
     async def answer(self, content: object, status: int = 200) -> None:
-        """In JSON."""
+        """Answers with JSON."""
         await self.answer_whole(orjson.dumps(content), status, JSON)
 
     async def answer_whole(self, body: bytes, status: int, *headers: tuple[bytes, bytes]) -> None:
-        """An answer whose body is known."""
+        """Answers with a body that is known."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send(body, last=True)
 
     async def say(self, message: Message) -> None:
-        """As ASGI's `send`."""
+        """Sends an ASGI message. Raises ClientStalled."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
@@ -115,6 +114,6 @@ class Client(Request):
             raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
 
     def cut(self) -> None:
-        """End the answer in its midst: to end it in order would be to say that this is all."""
+        """Cuts the connection: to end the answer in order would say that it is complete."""
         if (cut := self.scope.get(CUT)) is not None:
             cut()

@@ -1,4 +1,4 @@
-"""Bodies that come encoded are decoded piece by piece, so that none outgrows its limit unseen."""
+"""Decoding of bodies, piece by piece, so that none outgrows its limit unseen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from app.http.held import HeldBody
 
 PIECE_BYTES = 64 * 1024
 MAX_WINDOW_BYTES = 8 * 2**20
-"""Of zstd: decoders have to support no more (RFC 8878)."""
+"""Window of zstd: decoders have to support no more (RFC 8878)."""
 
 
 async def decoded(body: bytes, coding: str, limit: int, held: HeldBody | None) -> bytes:
-    """Returns the body as it was before `coding`. What is decoded counts for `held`, too. Raises
+    """Returns the body as it was before `coding`; its bytes count for `held`, too. Raises
     EncodingUnknown, InvalidRequest, BodyTooLarge and BodiesTooLarge."""
     if coding not in _DECODERS:
         known = ", ".join(_DECODERS)
@@ -52,7 +52,7 @@ def _inflated(body: bytes, wbits: int) -> Iterator[bytes]:
 
 
 def _deflated(body: bytes) -> Iterator[bytes]:
-    """With the header of zlib, as HTTP has it, or without, as some clients send it."""
+    """Inflates with the header of zlib, as HTTP has it, or without, as some clients send it."""
     has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2], "big") % 31 == 0
     return _inflated(body, 15 if has_header else -15)
 

@@ -1,4 +1,4 @@
-"""What errors are answered with: a table of a server's own, told in the dialect of who asked."""
+"""Answers to errors: a table of each server's own, in three dialects."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RETRIED = (429, 503)
 MAX_RETRY_AFTER_S = 60
 
 TAKES_NO_KEY = "does not take this router's key"
-"""What is said of an engine that refuses a router."""
+"""Words for an engine that refuses a router."""
 
 
 class Meaning(NamedTuple):
-    """What an error is answered with. code: stable, part of the interface; "": an engine's error
-    has none. kind: OpenAI's `type`, from which Anthropic's follows."""
+    """Answer to an error. code: stable, part of the interface; "": an engine's error has none.
+    kind: OpenAI's `type`, from which Anthropic's follows."""
 
     status: int
     code: str
@@ -45,7 +45,7 @@ class Meaning(NamedTuple):
 
 
 class Dialect(Enum):
-    """Whose clients an answer is for."""
+    """Shapes of errors, by the clients that they are for."""
 
     OURS = auto()
     OPENAI = auto()
@@ -70,8 +70,11 @@ _OF_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 429: "rate_li
 
 
 class ErrorTable:
-    """errors: what they are answered with, by kind. server: whose log has more of an unforeseen
-    one. lasting: kinds after which it is no use to come again."""
+    """Answers to a server's errors.
+
+    errors: kind -> Meaning. server: whose log has more of an unforeseen error. lasting: kinds after
+    which it is no use to come again.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,6 @@ class ErrorTable:
         self._lasting = lasting
 
     def meaning_of(self, error: Exception) -> Meaning:
-        """What `error` is answered with."""
         for kind in type(error).__mro__:
             if kind in self._errors:
                 return self._errors[kind]
@@ -104,7 +106,7 @@ class ErrorTable:
         return body_of(self.meaning_of(error), self.message_of(error), field, dialect)
 
     def answer_to(self, error: Exception, dialect: Dialect) -> tuple[int, Headers, bytes]:
-        """Status, headers and body."""
+        """Returns status, headers and body."""
         status, _, _ = self.meaning_of(error)
         headers = []
         if status in RETRIED and not isinstance(error, self._lasting):
@@ -124,14 +126,13 @@ class ErrorTable:
 
 
 def kind_of(status: int) -> str:
-    """OpenAI's `type` of an error with that status."""
+    """Returns OpenAI's `type` of an error with that status."""
     if status in RETRIED:
         return OVERLOADED
     return INVALID if status < 500 else FAULT
 
 
 def body_of(meaning: Meaning, message: str, field: str | None, dialect: Dialect) -> bytes:
-    """An error's body."""
     status, code, kind = meaning
     if dialect is Dialect.OURS:
         return orjson.dumps(error_body(code or kind, message, field))

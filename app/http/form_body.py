@@ -1,4 +1,4 @@
-"""A body of multipart/form-data, as paths for audio take it."""
+"""Bodies of multipart/form-data, as paths for audio take them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAME = re.compile(rb"""(?i)[;\s]name="?([^";\r\n]{1,100})""")
 
 @dataclass(slots=True)
 class FormBody(JsonBody):
-    """members: its texts, as JSON has them; files are none."""
+    """form. members: its texts, as in JSON, without files."""
 
     @classmethod
     def of_form(cls, raw: bytes, content_type: bytes) -> FormBody:
-        """Raises InvalidRequest."""
+        """Returns the form in a body. Raises InvalidRequest."""
         boundary = _BOUNDARY.search(content_type)
         if boundary is None:
             raise InvalidRequest("content-type", "names no boundary of the form's parts")
@@ -38,7 +38,7 @@ class FormBody(JsonBody):
         return cls(raw, members, Fields(members))
 
     def changed(self, changes: Mapping[str, object], without: Collection[str] = ()) -> bytes:
-        """The form with another `model`, if `changes` name one."""
+        """Returns the form with another `model`, if `changes` name one."""
         if "model" not in changes or "model" not in self.fields:
             return self.text
         old = re.escape(self.fields["model"].encode())

@@ -1,4 +1,4 @@
-"""How many bytes of bodies a server holds, of all its callers together, and of each."""
+"""Bytes of bodies that a server holds, of all its callers together, and of each."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ from app.core.errors import BodiesTooLarge
 from app.core.places import TIMES_WHAT_IS_LEFT, Shares
 
 HELD = "kvroute.held"
-"""In a request's scope: the HeldBody of its connection."""
+"""Key in a request's scope: the HeldBody of its connection."""
 MAX_HELD_BYTES = 192 * 1024 * 1024
 SMALL_BYTES = 16 * 1024
-"""Bodies up to this size are always taken."""
+"""Bytes up to which a body is always taken."""
 
 
 class HeldBodies:
-    """max_bytes: beyond, only small bodies are taken, or one alone. No caller has more than three
-    times what is left of it, and none of its connections more than three times what that caller may
-    have besides."""
+    """Bodies of all callers. Beyond max_bytes only small bodies are taken, or one alone. No caller
+    has more than three times what is left of it, and none of its connections more than three times
+    what that caller may have besides."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.shares = Shares(max_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Of what has come of bodies, until their requests are answered."""
+        """Bytes that have come of bodies whose requests are not answered yet."""
         return int(self.shares.total)
 
 
 class HeldBody:
-    """What has come of bodies over one connection, until they are answered.
-
-    holder: whose it is: an address, until a key is known.
-    """
+    """Bodies over one connection, until they are answered. holder: an address, until a key is
+    known."""
 
     def __init__(self, bodies: HeldBodies, holder: str) -> None:
         self.num_bytes = 0
@@ -38,13 +36,11 @@ class HeldBody:
         self._holder = holder
 
     def add(self, size: int) -> None:
-        """More has come."""
         if size:
             self.num_bytes += size
             self._shares.take(self._holder, size)
 
     def clear(self) -> None:
-        """Nothing of it is held any more."""
         if self.num_bytes:
             self._shares.give_back(self._holder, self.num_bytes)
             self.num_bytes = 0
@@ -57,7 +53,7 @@ class HeldBody:
             self.add(size)
 
     def check(self, size: int) -> None:
-        """size: of a body, as far as it has come or is announced. Raises BodiesTooLarge."""
+        """Raises BodiesTooLarge if a body of `size` bytes, come or announced, does not fit."""
         if size <= SMALL_BYTES or self._shares.total <= self.num_bytes:
             return
         left = self._shares.left_for(self._holder)

@@ -1,4 +1,4 @@
-"""The JSON body of a request: its members as they came, each of them read when it is looked at."""
+"""JSON bodies of requests, whose members are read when they are looked at."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from app.core.errors import InvalidRequest, cut
 from app.http import numbers
 
 MAX_MEMBERS = 1000
-"""No API has a tenth of that."""
+"""Members of a body: no API has a tenth of that."""
 MAX_VALUES = 100_000
 """Values of a body, besides plain numbers in arrays of nothing else: to make objects of millions
 takes seconds, here and in engines."""
 MAX_IDS = 1 << 21
-"""In one array: no prompt is as long."""
+"""Ids in one array: no prompt is as long."""
 MAX_LISTS = 4096
-"""Arrays of ids in an array."""
 IDS = frozenset(("prompt", "input", "prompt_token_ids", "input_ids", "tokens"))
 """Members that may be arrays of token ids."""
 FROM_ROUTERS = "kv_transfer_params"
-"""An object whose members may be such arrays, too."""
+"""Object whose members may be such arrays, too."""
 
 _PIECE_BYTES = 64 * 1024
-"""Of larger bodies each member is looked at in pieces of this size before it is read, and other
-tasks run between any two. What is smaller is read in a few ms."""
+"""Bytes of a larger body's member that are looked at before other tasks run. Smaller bodies are
+read in a few ms."""
 _OF_IDS = b"0123456789,[] \t\r\n"
 _ONE = re.compile(rb"\][ \t\r\n]*\]\Z")
 _NO_BATCH = re.compile(rb"\A\[[ \t\r\n]*[0-9\]]|\][ \t\r\n]*,[ \t\r\n]*[0-9]")
-"""Something of an array of numbers and arrays that is no array."""
+"""Sign that an array of numbers and arrays has an item that is no array."""
 
 
 MAX_HALVES, MAX_HALVED_BYTES = 1000, 2 * 2**20
-"""To look for halves of characters takes 50 ms for each MiB."""
+"""Halves of characters looked for, and bytes in which: a MiB takes 50 ms."""
 _HALF = re.compile(
     rb"((?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+)"
     rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
-"""What is none, and then half of a pair of escapes that stands for one character: JavaScript and
-Python write such, and no engine takes it."""
+"""Text without, and then one half of a pair of escapes that stands for one character: JavaScript
+and Python write such halves, and no engine takes them."""
 _OF_HALVES = re.compile("escape|surrogate|truncated")
-"""In what is said of such a body."""
+"""Words in msgspec's errors about halves."""
 
 
 class _Name(str):
-    """msgspec calls a hook for each name of this type, else it would keep one of two."""
+    """Name for which msgspec calls a hook, else it would keep one of two equal names."""
 
     __slots__ = ()
 
 
 class Fields(Mapping[str, Any]):
-    """The members of a body, by name. Raises InvalidRequest where one cannot be read.
+    """Members of a body, by name, read when they are looked at. Raises InvalidRequest where one
+    cannot be read.
 
-    Those of IDS that are arrays of integers in [0, 2^64), and not empty, are arrays of numpy's
-    uint64; so is one in an array of its own, and those of an array of several.
+    Members of IDS that are arrays of integers in [0, 2^64), and not empty, are numpy arrays of
+    uint64; an array of such arrays is a list of them, or that one array if it is alone.
     """
 
     __slots__ = ("_members", "_read")
@@ -95,11 +95,11 @@ class Fields(Mapping[str, Any]):
         return len(self._members)
 
     def raw(self, name: str) -> bytes:
-        """A member as it came; b"": there is none."""
+        """Returns a member as it came; b"" if there is none."""
         return bytes(self._members[name]) if name in self._members else b""
 
     def size(self, name: str) -> int:
-        """Bytes of a member; 0: there is none."""
+        """Returns the bytes of a member; 0 if there is none."""
         return len(memoryview(self._members[name])) if name in self._members else 0
 
     def mentions(self, name: str, words: Iterable[bytes]) -> bool:
@@ -110,7 +110,7 @@ class Fields(Mapping[str, Any]):
 
 @dataclass(slots=True)
 class JsonBody:
-    """text: all of it. members: at its top level, as they came, in their order. fields: their
+    """body. text: all of it. members: of its top level, as they came, in their order. fields: their
     values."""
 
     text: bytes
@@ -119,9 +119,12 @@ class JsonBody:
 
     @classmethod
     def parse(cls, raw: bytes) -> JsonBody:
-        """Raises InvalidRequest if it is no object in JSON, or if a name comes twice at its top
-        level: of two values, two parsers may take different ones. What is not looked at may be no
-        Unicode, or a number that nobody can hold. Half a character becomes U+FFFD."""
+        """Returns the body. Half a character becomes U+FFFD.
+
+        Raises InvalidRequest if it is no object in JSON, or if a name comes twice at its top level:
+        of two values, two parsers may take different ones. A member that is not looked at may be no
+        Unicode, or a number that nobody can hold.
+        """
         names: set[str] = set()
 
         def named(_: type, name: str) -> _Name:
@@ -150,7 +153,8 @@ class JsonBody:
 
     @classmethod
     async def read(cls, raw: bytes) -> JsonBody:
-        """As `parse`; also raises InvalidRequest if there are too many values to be read."""
+        """Returns the body, giving way to other tasks. Raises InvalidRequest, also for too many
+        values."""
         body = cls.parse(raw)
         if len(raw) <= _PIECE_BYTES:
             return body
@@ -161,8 +165,8 @@ class JsonBody:
         return body
 
     def changed(self, changes: Mapping[str, object], without: Collection[str] = ()) -> bytes:
-        """The object with the members in `changes` set, and without those in `without`; the others
-        stay as they are. A member that is new comes last."""
+        """Returns the object with the members in `changes` set (new ones last), and without those
+        in `without`; all others stay as they came."""
         if self.members and not without and self.members.keys().isdisjoint(changes):
             new = [b",%b:%b" % (dumps(name), dumps(value)) for name, value in changes.items()]
             return b"".join([self.text.rstrip()[:-1], *new, b"}"])
@@ -176,7 +180,7 @@ class JsonBody:
 
 
 def dumps(value: object, field: str = "body") -> bytes:
-    """What was read, written again. Raises InvalidRequest."""
+    """Returns JSON of what was read. Raises InvalidRequest."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:  # what can be read can be written, but for its depth
@@ -184,7 +188,6 @@ def dumps(value: object, field: str = "body") -> bytes:
 
 
 def _value(name: str, text: bytes) -> Any:
-    """Raises InvalidRequest."""
     if name == FROM_ROUTERS and text.startswith(b"{"):
         return dict(JsonBody.parse(text).fields)
     if name in IDS and _has_only_numbers(text):
@@ -209,8 +212,8 @@ def _has_only_numbers(text: bytes) -> bool:
 
 
 def _ids(text: bytes) -> NDArray[np.uint64] | None:
-    """Those of an array of integers in [0, 2^64), or of the only one in an array; None: it is none,
-    or it is empty."""
+    """Returns an array of integers in [0, 2^64), or the only one in an array; None if it is none,
+    or empty."""
     begin = text.rfind(b"[")
     if begin and (text[1:begin].strip() or _ONE.search(text, begin) is None):
         return None
@@ -224,7 +227,7 @@ def _ids(text: bytes) -> NDArray[np.uint64] | None:
 
 
 async def _num_values(name: str, text: bytes, most: int) -> int:
-    """How many values count. Raises InvalidRequest if over `most`."""
+    """Returns how many values count. Raises InvalidRequest if over `most`."""
     if text.startswith(b"{") and name == FROM_ROUTERS:
         members = JsonBody.parse(text).members
         return sum([await _num_values(name, bytes(each), most) for each in members.values()])
@@ -246,7 +249,7 @@ async def _num_values(name: str, text: bytes, most: int) -> int:
 
 
 async def _outside_strings(text: bytes) -> AsyncIterator[bytes]:
-    """What of `text`, valid JSON, is outside of strings, in pieces."""
+    """Yields the parts of valid JSON that are outside of strings."""
     is_quoted = False
     start = 0
     while start < len(text):

@@ -1,4 +1,4 @@
-"""Who may send requests: the keys that open a server."""
+"""Keys that open a server."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ log = logging.getLogger(__name__)
 
 MAX_KEYS_BYTES = 1024 * 1024
 CONSOLE, CONSOLE_DATA = "/console/", "/console/api/"
-"""Below the first is the page, which needs no key; below the second what it shows, for which a key
-must be an operator's."""
+"""Console's paths: below the first is the page, which needs no key; below the second its data, for
+operators' keys."""
 HEALTH = "/health"
 OPEN = ("/", HEALTH, "/readiness", "/console", CONSOLE)
-"""Paths of a router that need no key, as does all below the last one but CONSOLE_DATA."""
+"""Paths of a router that need no key, and all below the last one but CONSOLE_DATA."""
 USAGE = "/v1/usage"
-"""A path for operators alone, as all below CONSOLE_DATA."""
+"""Path for operators' keys alone, like all below CONSOLE_DATA."""
 METRICS = "/metrics"
-"""The path that a key of its own may open, and no other."""
+"""Path that metrics keys open, and no other."""
 ROLES = ("metrics", "operator")
 
 _RULE = re.compile(r"(tenant|requests|tokens|uncached|concurrent|models|isolate)=|priority<=")
 Digests = list[tuple[str, bytes]]
-"""Of keys, with their names."""
 
 
 class Keys:
-    """The keys that open a server. None was ever named: it is open to everybody who reaches it.
+    """Keys of a server. If none was ever named, the server is open to everybody who reaches it.
 
-    api_key: one of them. path: a file with others, one on each line, `<name> <key>` and its rules;
-    empty lines, and those that begin with #, count for nothing. metrics_key: opens METRICS alone,
-    as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to api_key and to
-    keys with the word `operator`. "" for none. open_paths: see OPEN.
+    api_key: one of them; "": none. path: a file with others, one on each line, `<name> <key>` and
+    its rules; empty lines, and those that begin with #, count for nothing. metrics_key: opens
+    METRICS alone, as do keys of the file with the word `metrics` behind them. CONSOLE_DATA opens to
+    api_key and to keys with the word `operator`. open_paths: paths that need no key.
 
     rules: of the keys of the file, by name. isolates: whether any of them has a cache of its own.
     """
@@ -55,14 +54,13 @@ class Keys:
         *,
         open_paths: Collection[str] = OPEN,
     ) -> None:
-        """Raises ConfigError."""
         self._open = open_paths
         self._is_asked = False
         self.change(api_key, path, metrics_key)
 
     def change(self, api_key: str, path: str, metrics_key: str) -> None:
-        """Take other keys, as if they had been given at the start. Raises ConfigError, also if none
-        would be asked for any more, and then stays as it was."""
+        """Takes other keys, as if given at the start. Raises ConfigError, also if no key would be
+        asked for any more, and then keeps the old ones."""
         if self._is_asked and not api_key and not path:
             raise ConfigError(
                 "without --api-key and --api-key-file everybody would be let in: that counts from "
@@ -90,17 +88,17 @@ class Keys:
         self.isolates = any(rules.isolate for rules in read.rules.values())
 
     def __bool__(self) -> bool:
-        """Whether any is asked for."""
+        """Whether any key is asked for."""
         return self._is_asked
 
     @property
     def is_locked(self) -> bool:
-        """Whether one is asked for, and none is left: nobody is let in."""
+        """Whether a key is asked for and none is left: nobody is let in."""
         return self._is_asked and not self._digests
 
     def reload(self) -> None:
-        """Read the file again. One without keys revokes those that it had. Raises ConfigError, and
-        then stays as it was."""
+        """Reads the file again. A file without keys revokes those that it had. Raises ConfigError,
+        and then keeps the old ones."""
         self._take(_read(self.path))
         if self.is_locked:
             log.critical("no key is left in %s: nobody is let in", self.path)
@@ -108,7 +106,7 @@ class Keys:
             log.info("%d keys are valid now", len(self._digests) + len(self._readers))
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The name of the key that a request carries; "": it needs none.
+        """Returns the name of the key that a request carries; "" if it needs none.
 
         Raises Unauthorized, and InvalidRequest if there are two.
         """
@@ -135,7 +133,7 @@ def _one(name: str, key: str) -> Digests:
 
 
 class _KeyFile(NamedTuple):
-    """The keys of a file, by what they open."""
+    """Keys of a file, by what they open."""
 
     named: Digests
     readers: Digests
@@ -144,7 +142,7 @@ class _KeyFile(NamedTuple):
 
 
 def _read(path: str) -> _KeyFile:
-    """The keys in a file; "": none. Raises ConfigError."""
+    """Returns the keys in a file; none for "". Raises ConfigError."""
     keys_in = _KeyFile([], [], [], {})
     if not path:
         return keys_in
@@ -172,7 +170,7 @@ def _read(path: str) -> _KeyFile:
 
 
 def _rules(words: list[str]) -> KeyRules:
-    """Returns what a line says. Raises ValueError, which repeats no key."""
+    """Returns a line's rules. Raises ValueError, which repeats no key."""
     if not all(word.isprintable() for word in words):  # such as zeros, after a power cut
         raise ValueError("it has characters that are not printed")
     if len(words) < 2:

@@ -9,7 +9,7 @@ from app.core.errors import ConfigError
 
 
 async def load_configuration() -> client.Configuration:
-    """That of the pod it runs in, or else the user's. Raises ConfigError."""
+    """Returns the configuration of the process's pod, or else of the user. Raises ConfigError."""
     configuration = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Closing a connection without losing the answer that is on its way."""
+"""Closing of connections without losing the answer that is on its way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Receiving(Protocol):
-    """What a connection's protocol knows of its request."""
+    """connection's protocol, as far as it knows its request."""
 
     @property
     def is_receiving(self) -> bool: ...
@@ -17,7 +17,7 @@ class Receiving(Protocol):
 
 
 class LingeringTransport:
-    """A transport whose `close` lets the client read the answer first, though it still sends."""
+    """Transport whose `close` lets the client read the answer first, though it still sends."""
 
     def __init__(self, transport: asyncio.Transport, protocol: Receiving) -> None:
         self._transport = transport
@@ -39,7 +39,7 @@ class LingeringTransport:
             self._transport.close()
 
     def end(self) -> None:
-        """Send what is written and no more, and go on reading."""
+        """Sends what is written and no more, and goes on reading."""
         self._ended = True
         # The application may still answer a request that was refused half-way.
         self.write = lambda _: None

@@ -45,7 +45,7 @@ class Family:
     buckets: tuple[float, ...] = ()
 
     def register(self, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-        """The metric itself, in `registry`, without values yet."""
+        """Returns the metric itself, in `registry`, without values yet."""
         if self.kind == "gauge":
             return Gauge(self.name, self.help, self.labels, registry=registry)
         metric = Histogram(self) if self.kind == "histogram" else Counter(self)
@@ -54,8 +54,8 @@ class Family:
 
 
 class _Counted(Collector):
-    """Has the methods of the library's metrics, and is for one thread: the library takes a lock
-    each time, and with the other things that it looks at ten times as long."""
+    """Metric with the library's methods, for one thread: the library takes a lock each time, and
+    ten times as long."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -64,7 +64,7 @@ class _Counted(Collector):
             self._children[()] = self
 
     def labels(self, *values: str) -> Self:
-        """What counts under these values of the labels."""
+        """Returns the child with these labels."""
         child = self._children.get(values)
         if child is None:
             named = tuple(map(str, values))
@@ -116,7 +116,7 @@ class Histogram(_Counted):
 
     @contextmanager
     def time(self) -> Iterator[None]:
-        """Observes how many seconds it took."""
+        """Observes how many seconds its block took."""
         begin_s = time.perf_counter()
         try:
             yield
@@ -130,7 +130,7 @@ class Histogram(_Counted):
 
 
 def counter(name: str, help_text: str, *labels: str) -> Counter:
-    """A row of a Table, as all three. name: without kvroute_ and _total."""
+    """Returns a row of a Table. name: without kvroute_ and _total."""
     return cast(Counter, Family(f"kvroute_{name}", "counter", help_text, labels))
 
 
@@ -143,17 +143,15 @@ def histogram(name: str, help_text: str, *labels: str, buckets: tuple[float, ...
 
 
 class Table:
-    """Metrics that are counted as things happen: a class describes each by an attribute, and in the
-    place of that its instances have the metric itself, in `registry`."""
+    """Metrics that are counted as things happen: a class describes each by an attribute, in whose
+    place its instances have the metric itself, in `registry`."""
 
     families: ClassVar[dict[str, Family]] = {}
-    """By attribute."""
 
     def __init_subclass__(cls) -> None:
         cls.families = {name: row for name, row in vars(cls).items() if isinstance(row, Family)}
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """registry: None: one of its own."""
         self.registry = CollectorRegistry() if registry is None else registry
         for attribute, family in self.families.items():
             setattr(self, attribute, family.register(self.registry))
@@ -165,7 +163,7 @@ M = TypeVar("M", Counter, Histogram)
 
 
 class Children(dict[tuple[str, ...] | str, M]):
-    """The children of one metric, by the value of its label, or the values of its labels.
+    """Children of one metric, by the value of its label, or the values of its labels.
 
     Past `most`, all new ones are one, whose labels are OTHER. A child that is there costs no call.
     """
@@ -182,7 +180,7 @@ class Children(dict[tuple[str, ...] | str, M]):
         return child
 
     def keep(self, position: int, names: Collection[str]) -> None:
-        """Forget those whose label at `position` is none of `names`."""
+        """Forgets children whose label at `position` is none of `names`."""
         for key in [key for key in self if _values_of(key)[position] not in names]:
             del self[key]
             self._metric.remove(*_values_of(key))
@@ -193,11 +191,11 @@ def _values_of(key: tuple[str, ...] | str) -> tuple[str, ...]:
 
 
 Sampled = tuple[Family, Sequence[str], Any]
-"""A metric, the values of its labels, and its value: a number, or the labels of an info."""
+"""Metric, values of its labels, and its value: a number, or the labels of an info."""
 
 
 class ScrapeCollector(Collector):
-    """Metrics that are read when they are scraped. read: each of their samples."""
+    """Metrics that are read when they are scraped. read: returns their samples."""
 
     def __init__(self, families: Iterable[Family], read: Callable[[], Iterable[Sampled]]) -> None:
         self._families = list(families)

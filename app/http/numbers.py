@@ -15,8 +15,8 @@ except ImportError:  # there is no wheel for the newest Python yet
 
 
 def unsigned_of(array: bytes) -> NDArray[np.uint64] | None:
-    """The numbers of an array in JSON; None if one is not an integer in [0, 2^64), or there are
-    none, or only a parser that makes objects can say."""
+    """Returns the numbers of an array in JSON; None if one is not an integer in [0, 2^64), or there
+    are none, or only a parser that makes objects can say."""
     # Buffers are flat, so the array must not contain others.
     if simdjson is not None and array.rfind(b"[") == 0:
         with suppress(RuntimeError, TypeError, ValueError):
@@ -28,5 +28,6 @@ def unsigned_of(array: bytes) -> NDArray[np.uint64] | None:
 
 
 def unsigned(numbers: simdjson.Array) -> NDArray[np.uint64]:
-    """Raises TypeError or ValueError if one is not an integer in [0, 2^64), or there are none."""
+    """Returns the numbers. Raises TypeError or ValueError if one is not an integer in [0, 2^64), or
+    there are none."""
     return np.frombuffer(numbers.as_buffer(of_type="u"), np.uint64)

@@ -1,4 +1,5 @@
-"""What one connection may cost the server: bytes of headers, time for them, and its place.
+"""Bounds on what one connection may cost the server: bytes of headers, time for them, and its
+place.
 
 uvicorn bounds neither. Every part below is tested from raw sockets.
 """
@@ -30,31 +31,31 @@ from app.http.watch import ON_GONE
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers together; also of what frames its body: trailers, and extensions
-of chunks."""
+"""Bytes of a request's line and headers together; also of what frames its body: trailers, and
+extensions of chunks."""
 FRAMING_PER_BODY_BYTE = 8
 """Bytes that may frame one of a body: chunks of a single byte take five."""
 MAX_URL_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 10.0
-"""How long a connection may take for its first headers, and for all of them once they begin."""
+"""Seconds for a connection's first headers to come, and for all of them once they begin."""
 LINGER_S = 2.0
-"""How long the rest of a refused body is read and dropped. Closing at once would reset the
+"""Seconds for which the rest of a refused body is read and dropped. Closing at once would reset the
 connection, and the client would lose the answer."""
 PROBE_S, MAX_PROBE_S = 0.02, 2.0
-"""How soon a client that has ended its sending is first asked whether it is there, and the longest
-time between two times."""
+"""Seconds until a client that has ended its sending is first asked whether it is there, and the
+longest between two times."""
 NOTICED_S = 3.0
-"""For how long a server that stops still answers on connections that are idle. A balancer needs so
-long to see that it stops (deploy/haproxy.cfg: two checks), and a request that meets the closing of
-its connection is lost."""
+"""Seconds for which a server that stops still answers on idle connections. A balancer needs so long
+to see that it stops (deploy/haproxy.cfg: two checks), and a request that meets the closing of its
+connection is lost."""
 MAX_CONNECTIONS = 16_384
 SPARE_DESCRIPTORS = 128
-"""Left for Redis, files and listening sockets."""
+"""File descriptors left for Redis, files and listening sockets."""
 COMPLAINTS_PER_S = 1
 CUT = "kvroute.cut"
-"""In a request's scope: what ends its connection at once."""
+"""Key in a request's scope: ends its connection at once."""
 UNTIL_TAKEN = "kvroute.until_taken"
-"""In a request's scope: see Protocol.until_taken."""
+"""Key in a request's scope: Protocol.until_taken."""
 
 _RESET = struct.pack("ii", 1, 0)
 _STATUS = {
@@ -66,13 +67,14 @@ _STATUS = {
 
 
 def max_connections() -> int:
-    """How many connections fit into what the process may open, MAX_CONNECTIONS at most."""
+    """Returns how many connections fit into the process's file descriptors, MAX_CONNECTIONS at
+    most."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft - SPARE_DESCRIPTORS))
 
 
 class Connections(ServerState):
-    """All connections of one server, and those without a request, the longest idle first.
+    """Connections of one server, and those without a request, the longest idle first.
 
     on_refused: called with the code of the error for each request that is refused here.
     """
@@ -89,12 +91,12 @@ class Connections(ServerState):
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
         self.closes_in_s: float | None = None
-        """Once the server stops: for how long connections stay open that are idle then."""
+        """Seconds for which idle connections stay open once the server stops."""
         self._complaints = Pace(COMPLAINTS_PER_S)
 
     def make_room(self, newest: Protocol) -> None:
-        """If there are too many, close the one that has been idle for longest: the newest one only
-        if all others are at work."""
+        """Closes the connection that has been idle for longest, if there are too many: the newest
+        one only if all others are at work."""
         if len(self.connections) <= self.limit:
             return
         gone = next(iter(self.idle), newest)
@@ -105,7 +107,7 @@ class Connections(ServerState):
 
 
 class _SeldomWarning(logging.LoggerAdapter[logging.Logger]):
-    """A logger with COMPLAINTS_PER_S warnings at most; each says how many before it went unsaid."""
+    """Logger with COMPLAINTS_PER_S warnings at most; each says how many before it went unsaid."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger)
@@ -183,13 +185,13 @@ class Protocol(HttpToolsProtocol):
             self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._end_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client that ends its sending before its answer begins have it. True: the connection
-        stays open.
+        """Lets a client that ends its sending before its answer begins have it. True: the
+        connection stays open.
 
-        One that is gone ends its sending in the same way, but answers whatever it is sent by
-        resetting the connection. Once an answer has begun, nothing can be sent between its parts,
-        so that whoever ends his sending then is taken as gone. Other servers (uvicorn, nginx, Envoy
-        and Go's) always take it so.
+        A client that is gone ends its sending in the same way, but resets the connection whatever
+        it is sent. Once an answer has begun, nothing can be sent between its parts, so a client
+        that ends its sending then counts as gone. Other servers (uvicorn, nginx, Envoy and Go's)
+        always take it so.
         """
         cycle: Any = self.cycle
         if cycle is None or cycle.response_started or self.is_receiving:
@@ -201,8 +203,9 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, cycle: Any, next_s: float) -> None:
-        """Clients read any number of answers 100 before the true one. After its head, look whether
-        that was answered by a reset: nothing is read any more that would tell."""
+        """Sends an answer 100, any number of which clients read before the true one; after the
+        answer's head, looks whether the client has reset the connection, as nothing is read any
+        more that would tell."""
         if cycle.response_complete or self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -213,8 +216,8 @@ class Protocol(HttpToolsProtocol):
         self.loop.call_later(next_s, self._probe, cycle, min(2 * next_s, MAX_PROBE_S))
 
     def _parse(self, data: bytes | memoryview) -> None:
-        """As uvicorn does, but wishes for another protocol (`Upgrade: h2c`) are ignored, as HTTP
-        allows: the parser would take what follows, the body first, for that protocol."""
+        """Parses like uvicorn, but ignores wishes for another protocol (`Upgrade: h2c`), as HTTP
+        allows: the parser would take the body for that protocol."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -272,7 +275,7 @@ class Protocol(HttpToolsProtocol):
             cycle.send = partial(_send_unchunked, cycle, cycle.send)
 
     def shutdown(self) -> None:
-        """Have the answer under way, or else the next one, be the last of this connection."""
+        """Makes the answer under way, or else the next one, the last of this connection."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False
         else:
@@ -325,9 +328,8 @@ class Protocol(HttpToolsProtocol):
                     raise
 
     def _cut(self, cycle: Any) -> None:
-        """End the connection; uvicorn would wait until the client has read what is written, and
-        complain that the answer of this cycle is not complete. So would the kernel wait, with what
-        it holds, unless it is to reset the connection."""
+        """Resets the connection: uvicorn, and the kernel, would wait until the client has read what
+        is written, and uvicorn complain that the answer is not complete."""
         cycle.disconnected = True
         if not self.transport.is_closing():
             self.transport.get_extra_info("socket").setsockopt(
@@ -336,7 +338,7 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for what its parser, or a callback above, refuses."""
+        """Refuses what uvicorn's parser, or a callback above, refuses."""
         self._refuse(*self._refusal)
 
     def _refuse(self, status: int, code: str, message: str) -> None:
@@ -351,7 +353,7 @@ class Protocol(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Close once the client has, or after LINGER_S; what it sends until then is dropped."""
+        """Closes once the client has, or after LINGER_S; drops what it sends until then."""
         if self._drops:
             return
         self._drops = True
@@ -377,8 +379,7 @@ class Protocol(HttpToolsProtocol):
 
 
 async def _send_unchunked(cycle: Any, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
-    """As uvicorn's, but an answer without a length ends with its connection: HTTP/1.0 knows no
-    chunks."""
+    """Sends without chunks: to HTTP/1.0, an answer without a length ends with its connection."""
     if message["type"] == "http.response.start":
         if all(name.lower() != b"content-length" for name, _ in message["headers"]):
             cycle.chunked_encoding, cycle.is_unbounded = False, True

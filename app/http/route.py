@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.http.client import Client
 
 CLIENT = "kvroute.client"
-"""In a request's scope: its Client."""
+"""Key in a request's scope: its Client."""
 
 
 class Route(routing.Route):
-    """A path with one method, and HEAD where that is GET."""
+    """path with one method, and HEAD where that is GET."""
 
     def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
         super().__init__(path, endpoint)
@@ -28,6 +28,6 @@ class Route(routing.Route):
 
 
 async def routed(router: ASGIApp, client: Client) -> None:
-    """Have the route of its path answer. Raises HTTPException if there is none."""
+    """Has the route of a client's path answer. Raises HTTPException if there is none."""
     client.scope[CLIENT] = client
     await router(client.scope, client.receive, client.say)

@@ -1,4 +1,4 @@
-"""Ends a process that was told to stop, whatever its tasks and threads still do."""
+"""Last resort against a process that was told to stop and does not end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from app.output import ERR
 log = logging.getLogger(__name__)
 
 BLOCKED_S = 3.0
-"""How much later the process is ended if its main thread heeds no signal or is slow to log."""
+"""Seconds after which the process is ended if its main thread heeds no signal or is slow to log."""
 
 
 def end_within(seconds: float, loop: asyncio.AbstractEventLoop) -> None:
-    """End this process after `seconds`, with status 1, and log which tasks of `loop` are left then.
+    """Ends this process after `seconds`, with status 1, and logs which tasks of `loop` are left
+    then.
 
     Only the main thread may call this. A later call can bring the end forward, not put it off.
     """
@@ -39,7 +40,7 @@ def end_within(seconds: float, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def where(task: asyncio.Task[Any]) -> str:
-    """Which coroutines a task is in, the outermost first, and the line at which the last waits."""
+    """Returns a task's coroutines, the outermost first, and the line at which the last waits."""
     coroutine: Any = task.get_coro()
     names, place = [], ""
     while frame := getattr(coroutine, "cr_frame", None):

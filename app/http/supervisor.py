@@ -1,4 +1,4 @@
-"""Runs what a server has beside its requests, so that no surprise of it ends the server."""
+"""Supervision of tasks beside a server's requests, so that no surprise in them ends the server."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ TASK_FAILURES = counter(
     "Times that something beside the requests failed unexpectedly and was begun anew, by what.",
     "task",
 )
-"""A row for the Table of each kind of process."""
+"""Row for the Table of each kind of process."""
 
 
 class Tasks(Table):
-    """Of a process that counts nothing else."""
+    """Metrics of a process that counts nothing else."""
 
     failures = TASK_FAILURES
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a task that failed is begun anew. Twice as long each time, until it has run for the
-longest without failing."""
+"""Seconds before a task that failed is begun anew: twice as long each time, until it has run for
+the longest without failing."""
 
 
 Beside = Callable[[str, Callable[[], Awaitable[object]]], asyncio.Task[None]]
-"""Has something done once beside the requests: what, in a word, and how."""
+"""Runs something once beside the requests: its name, and the call."""
 
 
 async def attempted(task: str, run: Callable[[], Awaitable[object]], failures: Counter) -> None:
-    """Run something once. Whatever it raises is logged and counted; panics of libraries are no
+    """Runs something once; logs and counts whatever it raises: panics of libraries are no
     Exceptions."""
     try:
         await run()
@@ -47,7 +47,7 @@ async def attempted(task: str, run: Callable[[], Awaitable[object]], failures: C
 
 
 async def supervised(task: str, run: Callable[[], Awaitable[object]], failures: Counter) -> None:
-    """Run what should run for as long as the server does, until cancelled or it returns.
+    """Runs what should run for as long as the server does, until cancelled or it returns.
 
     Whatever it raises is logged and counted, and it is begun anew: `run` must be able to, and must
     itself catch what is to end its process. What it raises instead of ending once it is cancelled

@@ -11,14 +11,14 @@ from app.core.places import Places
 
 
 class Turns:
-    """num: places. max_calls: that may be there at once, waiting or with a place. See Places."""
+    """Places for callers. num: places. max_calls: calls at once, waiting or with a place."""
 
     def __init__(self, num: int, max_calls: int) -> None:
         self._places: Places[asyncio.Future[None]] = Places(num, max_calls)
 
     @asynccontextmanager
     async def place(self, holder: str) -> AsyncIterator[None]:
-        """Waits for a place, and has it within. Raises Crowded if too many wait, and this holder
+        """Waits for a place, and holds it within. Raises Crowded if too many wait, and this holder
         more than others."""
         turn = asyncio.get_running_loop().create_future()
         for gone in self._places.enter(holder, turn):

@@ -1,4 +1,4 @@
-"""Ends what is done for a client that is gone."""
+"""Cancelling of work for a client that is gone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import asyncio
 from starlette.types import Scope
 
 ON_GONE = "kvroute.on_gone"
-"""In a request's scope: has its argument called once the client is gone, which may be so already;
-None: nothing. A task that waits for http.disconnect would cost each request a twentieth more."""
+"""Key in a request's scope: a function that takes what to call once the client is gone, perhaps at
+once; None: nothing. A task that waits for http.disconnect would cost each request a twentieth more.
+"""
 
 
 class watched:  # noqa: N801 - used like asyncio.timeout
-    """Cancels what is done for a client as soon as that hangs up. Its body has been read.
-
-    is_gone: whether it did.
-    """
+    """Cancels work for a client, whose body has been read, as soon as it hangs up. is_gone: whether
+    it did."""
 
     def __init__(self, scope: Scope) -> None:
         self.is_gone = False

@@ -1,4 +1,4 @@
-"""A request of Anthropic's Messages API, as the chat that the engine makes of it.
+"""Conversion of requests of Anthropic's Messages API to the chats that engines make of them.
 
 The rules are those of vLLM 0.32 (entrypoints/anthropic/serving.py). What it treats in other ways
 than these, or by the template's habits, is not converted.
@@ -18,22 +18,22 @@ from app.tokens.templates import Message
 
 _CHANGES = ("tool_addition", "tool_removal")
 _REFERENCE = "tool_reference"
-"""Of a tool that was deferred, and is found by a search of tools."""
+"""Block about a tool that was deferred, and is found by a search of tools."""
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What the engine makes of a request by its model's templates. merges_systems: messages of role
-    `system` between others go to the beginning. effort_without_thoughts: what `thinking` disabled
-    stands for."""
+    """Ways in which an engine treats a request by its model's templates. merges_systems: whether
+    messages of role `system` between others go to the beginning. effort_without_thoughts: the
+    effort that `thinking` disabled stands for."""
 
     merges_systems: bool
     effort_without_thoughts: str
 
 
 def chat_of_messages(body: Mapping[str, Any], habits: Habits | None) -> dict[str, Any]:
-    """The body of the chat request. habits: None: not known. Raises Unrenderable."""
+    """Returns the body of the chat request. habits: None: not known. Raises Unrenderable."""
     given = _listed(body.get("messages"))
     if habits is None and any(message.get("role") == "system" for message in given):
         raise Unrenderable("message", "a message of role system among others")
@@ -80,7 +80,7 @@ def _listed(value: Any) -> list[dict[str, Any]]:
 
 
 def _system(system: Any, inline: list[str]) -> Iterator[Message]:
-    """inline: what messages of that role say that go along."""
+    """Yields the system message, if any. inline: texts of later system messages, merged into it."""
     texts = []
     if isinstance(system, str) and system:
         texts = [system]
@@ -92,7 +92,7 @@ def _system(system: Any, inline: list[str]) -> Iterator[Message]:
 
 
 def _of_system(message: Message) -> Iterator[str]:
-    """What one between others says, if it says anything."""
+    """Yields the text of a system message between others, if there is any."""
     content = message.get("content")
     if isinstance(content, str):
         texts = [content]
@@ -104,7 +104,7 @@ def _of_system(message: Message) -> Iterator[str]:
 
 
 def _text(block: dict[str, Any], kind: str) -> str:
-    """What a block of that type says; "": nothing."""
+    """Returns the text of a block of that type; "" for none."""
     if _kind(block) != kind:
         raise Unrenderable("media", f"a block of type {shown(_kind(block))}")
     return text_of(block.get(kind) or "")
@@ -158,7 +158,7 @@ def _from_assistant(blocks: list[dict[str, Any]]) -> Message:
 
 
 def _with_texts(message: Message, texts: list[str]) -> Iterator[Message]:
-    """Nothing if there is no text."""
+    """Yields the message with its texts, if there are any."""
     texts = [text for text in texts if text]
     if len(texts) == 1:
         yield message | {"content": texts[0]}
@@ -190,7 +190,7 @@ def _tool_result(block: dict[str, Any]) -> Iterator[Message]:
 
 
 def _in_effect(tools: Any, messages: list[Message]) -> list[dict[str, Any]] | None:
-    """The tools that there are in the end: messages may add some, and take some away."""
+    """Returns the tools that there are in the end: messages may add some, and take some away."""
     changes = [
         block
         for message in messages

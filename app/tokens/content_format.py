@@ -1,4 +1,4 @@
-"""Whether a chat template takes a message's content as text, or as a list of parts.
+"""Format of message content that a chat template takes: text, or a list of parts.
 
 vLLM decides by the template's syntax tree: if it loops over the content of a message, it is given
 lists. The rules here are those of `_detect_content_format` in vllm/renderers/hf.py (0.32,
@@ -16,7 +16,7 @@ ContentFormat = Literal["string", "openai"]
 
 
 def content_format(tree: nodes.Template) -> ContentFormat:
-    """openai: lists of parts. tree: the parsed template."""
+    """Returns the format for a parsed template; openai: lists of parts."""
     try:
         return "openai" if any(_content_loops(tree)) else "string"
     except AssertionError:  # it assigns to what is not a plain name, of which vLLM makes nothing
@@ -35,7 +35,7 @@ def _is_attribute(node: nodes.Node, name: str, key: str) -> bool:
 
 
 def _is_access(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Whether it is the variable (key: that member of it), filtered, tested or sliced."""
+    """Whether a node is the variable (key: that member of it), filtered, tested or sliced."""
     if node is None:
         return False
     if isinstance(node, nodes.Filter | nodes.Test):
@@ -51,7 +51,7 @@ def _target(node: nodes.Assign | nodes.For) -> str:
 
 
 def _message_lists(tree: nodes.Template) -> set[str]:
-    """Names of `messages`, and of variables that it is assigned to."""
+    """Returns the names of `messages`, and of variables that it is assigned to."""
     names = {"messages"}
     pending = ["messages"]
     while pending:
@@ -64,7 +64,7 @@ def _message_lists(tree: nodes.Template) -> set[str]:
 
 
 def _messages(tree: nodes.Template) -> list[str]:
-    """Names of variables that go through the messages."""
+    """Returns the names of variables that go through the messages."""
     lists = _message_lists(tree)
     return [
         _target(loop)
@@ -74,10 +74,10 @@ def _messages(tree: nodes.Template) -> list[str]:
 
 
 def _content_loops(tree: nodes.Template) -> Iterator[bool]:
-    """True for each loop over the content of a message."""
+    """Yields True for each loop over the content of a message."""
     messages = _messages(tree)
     in_macros: dict[int, set[str]] = {}
-    """For each loop in a macro, the macro's parameters that are given contents."""
+    """Loop in a macro -> the macro's parameters that are given contents."""
     for macro in tree.find_all(nodes.Macro):
         contents = _content_parameters(tree, macro, messages)
         for loop in macro.find_all(nodes.For):

@@ -1,5 +1,5 @@
-"""Where a text may be cut so that its parts, tokenized apart, give the ids of the whole; and the
-ids of parts that were tokenized before.
+"""Cuts in a text whose parts, tokenized apart, give the ids of the whole; and a memory of parts'
+ids.
 
 A tokenizer first looks for its added tokens, from left to right, the longest at each place, and
 treats the text between two of them by itself. So a part that begins with an added token, and ends
@@ -22,15 +22,15 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 MAX_CUT_TOKENS = 16
-"""Each may be looked for in all of a text."""
+"""Tokens to cut at: each may be looked for in all of a text."""
 SEARCHED_BYTES = 256 * 1024
-"""At once: meanwhile no other thread runs."""
+"""Bytes searched at once, while no other thread runs."""
 MIN_PART_BYTES = 256
-"""Parts are at least as long, but for the last, as each costs a look-up."""
+"""Least bytes of a part, but for the last, as each costs a look-up."""
 
 
 def cut_tokens(added: Mapping[int, AddedToken], used: Collection[str]) -> dict[bytes, int]:
-    """The tokens, in UTF-8, before which a text may be cut, and their ids.
+    """Returns the tokens, in UTF-8, before which a text may be cut, and their ids.
 
     added: all added tokens, by id. used: those that the model's prompts are known to contain,
     preferred if there are many.
@@ -48,7 +48,8 @@ def cut_tokens(added: Mapping[int, AddedToken], used: Collection[str]) -> dict[b
 
 
 def _is_plain(token: AddedToken) -> bool:
-    """Whether it is looked for in the text as it came, and takes nothing of what is around it."""
+    """Whether a token is looked for in the text as it came, and takes nothing of what is
+    around it."""
     is_literal = not (token.normalized or token.single_word or token.lstrip or token.rstrip)
     # Neighbours may take white space.
     return is_literal and bool(token.content) and token.content == token.content.strip()
@@ -62,7 +63,7 @@ def _hides(other: str, content: str) -> bool:
 
 
 class Cuts:
-    """Finds where to cut texts. tokens: before which, as from `cut_tokens`."""
+    """Search for cuts in texts. tokens: those of `cut_tokens`."""
 
     def __init__(self, tokens: Collection[bytes]) -> None:
         # One pass for all of them: most vocabularies' begin alike, and the text is searched for
@@ -71,10 +72,8 @@ class Cuts:
         self._longest = max(map(len, tokens), default=0)
 
     def of(self, text: bytes) -> list[tuple[int, bytes]]:
-        """Where to cut, and the token that is there: as offsets in bytes, ascending.
-
-        The cuts of a text do not depend on what follows them.
-        """
+        """Returns cuts as offsets in bytes, ascending, each with its token. The cuts of a text do
+        not depend on what follows them."""
         cuts: list[tuple[int, bytes]] = []
         target = 0
         while self._any is not None and target < len(text):
@@ -89,20 +88,20 @@ class Cuts:
 
 PIECE_BYTES = 256 * 1024
 AROUND_A_CUT = 64
-"""Tokens that may be others in the whole than in two pieces of it."""
+"""Tokens around a cut that may differ between the whole and two pieces of it."""
 _SHRINKS = 3
 """Bytes that may become one in normalization form C."""
 _PROBED_SPACES = 4096
 _PLACE = re.compile(rb"[a-z](?= [a-z])")
 _SEARCHED_BYTES = 4096
-"""At the end of a piece."""
+"""Bytes at the end of a piece in which a cut is looked for."""
 _INSIDE = re.compile("[a-z][ \u0120\u2581][a-z]")
-"""A space between two letters, as the kinds of vocabularies write it."""
+"""space between two letters, as the kinds of vocabularies write it."""
 _PROBE = "the quick brown fox  jumps over\na lazy dog, and so on"
 
 
 def can_cut(tokenizer: tokenizers.Tokenizer, ids: Callable[[str], list[int]]) -> bool:
-    """Whether the ids of pieces are those of the whole. ids: of a text."""
+    """Whether the ids of pieces are those of the whole. ids: returns those of a text."""
     if any(_INSIDE.search(token) for token in tokenizer.get_vocab(with_added_tokens=False)):
         return False
     # Added tokens are looked for as they are written.
@@ -115,7 +114,7 @@ def can_cut(tokenizer: tokenizers.Tokenizer, ids: Callable[[str], list[int]]) ->
 
 
 def longest_token(tokenizer: tokenizers.Tokenizer) -> int:
-    """The most bytes of a text that one token stands for; 0: no such number is known."""
+    """Returns the most bytes of a text that one token stands for; 0 if that is not known."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     normalizer = tokenizer.normalizer
     is_of_bytes = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
@@ -127,7 +126,7 @@ def longest_token(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def pieces(text: bytes) -> Iterator[tuple[str, bool]]:
-    """The pieces of `text`, in UTF-8, and whether each ends where a text can be cut."""
+    """Yields the pieces of `text`, in UTF-8, and whether each ends where a text can be cut."""
     start = 0
     while len(text) - start > PIECE_BYTES:
         end = start + PIECE_BYTES
@@ -146,14 +145,14 @@ def _before_character(text: bytes, end: int) -> int:
 
 
 OVERHEAD_BYTES = 250
-"""What an entry takes besides its text and ids."""
+"""Bytes of an entry besides its text and ids."""
 
 
 class Parts:
-    """Remembers the ids of the texts that were used last. For any number of threads.
+    """Memory of the ids of the texts that were used last, for any number of threads.
 
-    max_bytes: of texts and ids together; when full, those not used for longest are forgotten. What
-    would take a quarter of it is not remembered.
+    max_bytes: of texts and ids together; when full, those not used for longest are forgotten. An
+    entry that would take a quarter of it is not remembered.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -163,7 +162,7 @@ class Parts:
         self._entry_bytes = 0
 
     def get(self, texts: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of each, as little-endian u32; None: they are not known."""
+        """Returns the ids of each text, as little-endian u32; None if they are not known."""
         with self._lock:
             ids = [self._ids.get(text) for text in texts]
             for text, known in zip(texts, ids, strict=True):
@@ -172,7 +171,6 @@ class Parts:
             return ids
 
     def put(self, parts: Iterable[tuple[bytes, bytes]]) -> None:
-        """Remember texts and their ids."""
         with self._lock:
             for text, ids in parts:
                 size = _entry_bytes(text, ids)
@@ -183,7 +181,6 @@ class Parts:
                 self._entry_bytes -= _entry_bytes(*self._ids.popitem(last=False))
 
     def check(self) -> None:
-        """Raises AssertionError if the size is not that of the entries, or exceeds its bound."""
         with self._lock:
             assert self._entry_bytes == sum(
                 _entry_bytes(text, ids) for text, ids in self._ids.items()

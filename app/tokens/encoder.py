@@ -1,4 +1,4 @@
-"""Text -> token ids, without tokenizing again what was tokenized before."""
+"""Encoding of text as token ids, without tokenizing again what was tokenized before."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from app.tokens.cuts import (
 from app.tokens.errors import Allowance, TooManyTokens, Unrenderable
 
 Ids = NDArray[np.uint32]
-"""Read-only. `app.core.hashing` takes it as it is; orjson writes it with OPT_SERIALIZE_NUMPY in an
-eighth of the time that a list of ints takes to be made and written."""
+"""Token ids, read-only. `app.core.hashing` takes the array as it is; orjson writes it with
+OPT_SERIALIZE_NUMPY in an eighth of the time that a list of ints takes to be made and written."""
 
 FIRST = b"\xff"
-"""Before a part that begins a text, as some tokenizers put a space there. Not in UTF-8."""
+"""Prefix, not in UTF-8, of a part that begins a text, as some tokenizers put a space there."""
 
 
 class Encoder:
-    """Safe to call from several threads.
+    """Encoder of one model's texts, safe to call from several threads.
 
-    used: the added tokens that texts are likely to contain. max_bytes: how much to remember of
-    texts and their ids; 0: nothing.
+    used: added tokens that texts are likely to contain. max_bytes: of texts and ids remembered; 0:
+    none.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Encoder:
         add_special_tokens: bool = False,
         allowance: Allowance | None = None,
     ) -> Ids:
-        """The ids of `text`, the same as from scratch.
+        """Returns the ids of `text`, equal to those from scratch.
 
-        add_special_tokens: those that the tokenizer puts around a text, mostly one at its start.
-        Raises Unrenderable if `text` is not Unicode, or cannot be tokenized in parts although it is
-        long; as Allowance.take.
+        add_special_tokens: whether to add those that the tokenizer puts around a text, mostly one
+        at its start. Raises Unrenderable if `text` is not Unicode, or cannot be tokenized in parts
+        although it is long; and what Allowance.take raises.
         """
         allowance = allowance or Allowance()
         try:
@@ -91,11 +91,9 @@ class Encoder:
         return np.frombuffer(ids, "<u4")
 
     def check(self) -> None:
-        """Raises AssertionError if more is remembered than may be."""
         self._parts.check()
 
     def _by_parts(self, raw: bytes, places: list[tuple[int, bytes]], allowance: Allowance) -> bytes:
-        """places: as from `Cuts.of`."""
         starts = [start for start, _ in places]
         keys = [raw[start:end] for start, end in pairwise(starts)]
         if starts[0]:
@@ -131,8 +129,8 @@ class Encoder:
         next_place: tuple[int, bytes] | None,
         allowance: Allowance,
     ) -> list[bytes]:
-        """The ids of each of the parts that begin at `places`, one after another; or of all of them
-        as one, if it cannot be told where a part's ids begin.
+        """Returns the ids of each of the parts that begin at `places`; or of all of them as one, if
+        it cannot be told where a part's ids begin.
 
         next_place: where the next part begins; None: there is none.
         """
@@ -161,8 +159,8 @@ class Encoder:
         return [ids[a:b].tobytes() for a, b in bounds]
 
     def _long(self, raw: bytes, allowance: Allowance, behind: int = 0) -> bytes:
-        """The ids of a text of any length. behind: tokens at its end that do not count. Raises
-        Unrenderable."""
+        """Returns the ids of a text of any length. behind: tokens at its end that do not count.
+        Raises Unrenderable."""
         ids: list[bytes] = []
         is_whole = True
         allowance.num_tokens -= behind
@@ -183,7 +181,8 @@ class Encoder:
         ].ids
 
     def _special_ids(self) -> tuple[bytes, bytes] | None:
-        """What the tokenizer puts before and after any text; None: it cannot be told."""
+        """Returns the ids that the tokenizer puts before and after any text; None if that cannot be
+        told."""
         whole = self._tokenizer.encode("a")
         mask = whole.special_tokens_mask
         bare = self._ids("a")
@@ -197,8 +196,8 @@ class Encoder:
 
 
 def _end_of_run(at: int, starts: list[int], known: list[bytes | None]) -> int:
-    """Where the parts end, from `at` on, that are tokenized together. known: of all but the last
-    part."""
+    """Returns where the parts end that are tokenized together from `at` on. known: of all but the
+    last part."""
     end = at + 1
     while (
         end < len(starts)

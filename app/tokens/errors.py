@@ -1,4 +1,4 @@
-"""Why the token ids of a prompt are not to be had here, and what it may cost to compute them."""
+"""Errors of tokenizing, and the limits of what it may cost."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Reason = Literal[
 
 
 class TokenizerUnavailable(KvrouteError):
-    """A model's tokenizer is not on this machine, or cannot be read."""
+    """model's tokenizer is not on this machine, or cannot be read."""
 
 
 class Unrenderable(KvrouteError):
-    """A request that cannot be rendered here exactly as its engine would. reason: one word. cause:
-    in more."""
+    """request cannot be rendered here exactly as its engine would. reason: one word. cause: in
+    more."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
@@ -43,14 +43,14 @@ class Unrenderable(KvrouteError):
 
 
 class OutOfTime(Unrenderable):
-    """To render or to tokenize it here takes longer than it may."""
+    """Rendering or tokenizing a request here takes longer than it may."""
 
     def __init__(self, message: str) -> None:
         super().__init__("size", message)
 
 
 class TooManyTokens(KvrouteError):
-    """A prompt has more tokens than it may. num_tokens: that were counted until that was clear."""
+    """prompt has more tokens than it may. num_tokens: those counted until that was clear."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"at least {num_tokens} tokens")
@@ -62,15 +62,15 @@ class Abandoned(KvrouteError):
 
 
 class Overloaded(KvrouteError):
-    """As much text as may wait to be tokenized is already waiting."""
+    """Too much text waits to be tokenized."""
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Of one prompt. max_tokens: that it may have; 0: any number. is_abandoned: nobody waits for
-    them any more.
+    """Limits of one prompt. max_tokens: 0: any number. is_abandoned: nobody waits for the tokens
+    any more.
 
-    No thread can be stopped from outside. So whatever takes long asks `check` now and then.
+    No thread can be stopped from outside. So whatever takes long calls `check` now and then.
     """
 
     max_tokens: int = 0
@@ -80,18 +80,18 @@ class Allowance:
     _until_s: float = inf
 
     def begin(self, seconds: float) -> None:
-        """It may take so long from now on."""
+        """Starts the clock: the prompt may take `seconds` from now on."""
         self._seconds, self._until_s = seconds, time.monotonic() + seconds
 
     def check(self) -> None:
-        """Raises Abandoned, and OutOfTime."""
+        """Raises Abandoned or OutOfTime if that is so."""
         if self.is_abandoned:
             raise Abandoned(f"after {self.num_tokens} tokens")
         if time.monotonic() > self._until_s:
             raise OutOfTime(f"takes over {self._seconds:g} s")
 
     def take(self, num_tokens: int) -> None:
-        """Raises TooManyTokens, and as `check`."""
+        """Counts tokens. Raises TooManyTokens, Abandoned and OutOfTime."""
         self.num_tokens += num_tokens
         if 0 < self.max_tokens < self.num_tokens:
             raise TooManyTokens(self.num_tokens)

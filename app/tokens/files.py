@@ -1,6 +1,6 @@
-"""The files of a model that say how its prompts are rendered and tokenized.
+"""Files of a model that say how its prompts are rendered and tokenized.
 
-Which of them count is as in transformers 5, which vLLM and SGLang load tokenizers with.
+The choice among them is that of transformers 5, with which vLLM and SGLang load tokenizers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _GENERIC = frozenset({None, "PreTrainedTokenizerFast", "TokenizersBackend"})
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """templates: sources, by name; without "default", chats cannot be rendered, and
-    `why_no_template` says why. special_tokens: by name (bos_token). unsure: names of special tokens
-    that the tokenizer's class may define. media_rule: how many tokens an image is; None: nobody can
-    tell from these files."""
+    """Contents of a model's files. templates: sources, by name; without "default", chats cannot be
+    rendered, and `why_no_template` says why. special_tokens: by name (bos_token). unsure: names of
+    special tokens that the tokenizer's class may define. media_rule: tokens of an image; None:
+    these files do not tell."""
 
     tokenizer: tokenizers.Tokenizer
     templates: Mapping[str, str]
@@ -52,10 +52,8 @@ class ModelFiles:
 
 
 def folder_of(source: str) -> Path:
-    """Where the files are. source: a folder, or a name in the local Hugging Face cache.
-
-    Raises TokenizerUnavailable.
-    """
+    """Returns the folder with the files. source: a folder, or a name in the local Hugging Face
+    cache. Raises TokenizerUnavailable."""
     folder = Path(source)
     if (folder / "tokenizer.json").is_file():
         return folder
@@ -78,7 +76,7 @@ def folder_of(source: str) -> Path:
 
 
 def read(folder: Path) -> ModelFiles:
-    """Raises TokenizerUnavailable."""
+    """Returns the contents of a folder's files. Raises TokenizerUnavailable."""
     if other := [*folder.glob("tekken.json"), *folder.glob("tokenizer.model.v*")]:
         raise TokenizerUnavailable(f"{other[0]}: engines read this instead of tokenizer.json")
     config = _json(folder / "tokenizer_config.json")
@@ -95,7 +93,6 @@ def read(folder: Path) -> ModelFiles:
 
 
 def _text(path: Path) -> str | None:
-    """None: there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -105,7 +102,6 @@ def _text(path: Path) -> str | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """{}: there is no such file."""
     text = _text(path)
     if text is None:
         return {}
@@ -119,7 +115,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """Chat templates by name; and, without one, why."""
+    """Returns chat templates by name; without a default one, also why."""
     architectures = _json(folder / "config.json").get("architectures") or ()
     if own := _OWN_RENDERERS.intersection(map(str, architectures)):
         return {}, f"engines render chats of {', '.join(own)} in code"
@@ -145,7 +141,7 @@ def _content(token: object) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """By the names that templates use."""
+    """Returns special tokens by the names that templates use."""
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):

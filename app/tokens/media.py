@@ -1,5 +1,5 @@
-"""How many tokens images and the like take in a prompt: by the rule of the model's processor where
-its files say it, else as its engines counted others; never by bytes."""
+"""Tokens that images and the like take in a prompt: by the rule of the model's processor where its
+files say it, else as its engines counted others; never by bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import imagesize
 Size = tuple[int, int]
 """Width and height, in pixels."""
 Rule = Callable[[Size], int]
-"""The tokens of an image."""
+"""Size -> tokens of an image."""
 
 USUAL_TOKENS = 576.0
-"""Of a medium, as long as nothing is known: an image of 336 pixels a side, in patches of 14."""
+"""Tokens of a medium while nothing is known: an image of 336 pixels a side, in patches of 14."""
 AGEING = 0.98
-"""What was learned of the media before counts so much less with each request."""
+"""Factor per request by which what was learned before fades."""
 MAX_MEDIA = 1000
 MAX_DEPTH = 8
-"""Messages, contents, results of tools, parts, sources."""
+"""Levels: messages, contents, results of tools, parts, sources."""
 _HEAD_CHARACTERS = 4 * 16 * 1024
-"""Of an image in base64: its size stands within, behind a thumbnail at most."""
+"""Characters of an image in base64 that are read: its size stands within, behind a thumbnail at
+most."""
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-"""How what is read begins: PNG, JPEG, GIF, WebP."""
+"""First bytes of PNG, JPEG, GIF and WebP."""
 _KINDS = frozenset(
     (
         *("image", "image_url", "input_image", "image_pil", "image_embeds"),
@@ -38,20 +39,21 @@ _KINDS = frozenset(
 )
 """Types of parts, whatever the dialect."""
 CHARACTERS_PER_TOKEN = 4
-"""Of text whose tokens are not known."""
+"""Characters per token of text whose tokens are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What of a prompt is no text. sizes: of each; None: it cannot be seen here. text_tokens: about
-    as many as the text beside them has."""
+    """Parts of a prompt that are no text. sizes: of each; None: it cannot be seen here.
+    text_tokens: estimate for the text beside them."""
 
     sizes: tuple[Size | None, ...]
     text_tokens: int
 
 
 def media_in(values: Iterable[object], length: int) -> Media:
-    """In members of a request, of any dialect. length: of these members, in bytes."""
+    """Returns the media in members of a request, of any dialect. length: of these members, in
+    bytes."""
     sizes: list[Size | None] = []
     for value in values:
         for part in _parts(value, MAX_DEPTH):
@@ -62,7 +64,7 @@ def media_in(values: Iterable[object], length: int) -> Media:
 
 
 def _parts(value: object, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Those that are no text. The results of tools may have some, too."""
+    """Yields parts that are no text, also from the results of tools."""
     if isinstance(value, dict):
         kind = value.get("type")
         if isinstance(kind, str) and kind in _KINDS:
@@ -98,8 +100,8 @@ def _size(part: Mapping[str, Any]) -> Size | None:
 
 
 def rule_of(preprocessor: Mapping[str, Any], config: Mapping[str, Any]) -> Rule | None:
-    """preprocessor, config: what preprocessor_config.json and config.json of a model say; None: no
-    rule that is known here."""
+    """Returns the rule in a model's preprocessor_config.json and config.json; None if no known
+    rule."""
     per_image = config.get("mm_tokens_per_image")  # Gemma 3
     if isinstance(per_image, int) and _is_count(per_image):
         return lambda _: per_image
@@ -122,8 +124,8 @@ def _is_count(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ResizeRule:
-    """Of Qwen2-VL and its successors: an image becomes one of whole squares of `factor` pixels a
-    side, between `least` and `most` pixels in all, and each square a token."""
+    """Rule of Qwen2-VL and its successors: an image is scaled to whole squares of `factor` pixels a
+    side, between `least` and `most` pixels in all, and each square is a token."""
 
     factor: int
     least: int
@@ -143,19 +145,19 @@ class _ResizeRule:
 
 
 class MediaTokens:
-    """Of one model. `learn` from what its engines say."""
+    """Learned tokens per medium, of one model."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._number = 0.0
 
     def of(self, media: Media, rule: Rule | None) -> int:
-        """How many all of them take, as far as can be told."""
+        """Returns the estimated tokens of all media."""
         mean = self._tokens / self._number if self._number else USUAL_TOKENS
         return round(sum(mean if size is None or not rule else rule(size) for size in media.sizes))
 
     def learn(self, media: Media, prompt_tokens: int) -> None:
-        """prompt_tokens: of the whole prompt, as its engine counted them."""
+        """Learns from a whole prompt's tokens, as its engine counted them."""
         if media.sizes:
             tokens = max(0, prompt_tokens - media.text_tokens)
             self._tokens = AGEING * self._tokens + tokens

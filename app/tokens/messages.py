@@ -1,4 +1,4 @@
-"""A chat request, as the engine gives it to the model's template.
+"""Conversion of chat requests to what the engine gives to the model's template.
 
 The rules are those of vLLM 0.32: of its request models (entrypoints/openai/chat_completion) and of
 `parse_chat_messages` (renderers/chat_utils.py). What they treat in other ways than these, or may in
@@ -21,14 +21,14 @@ from app.tokens.errors import Reason, Unrenderable
 from app.tokens.templates import Message
 
 MAX_MESSAGES = 10_000
-"""Some templates look at all messages for each."""
+"""Messages of a chat: some templates look at all messages for each."""
 
 MAX_ARGUMENT_VALUES = 100_000
-"""Of one call of a tool: nothing else runs while they are read."""
+"""Values in one call of a tool: nothing else runs while they are read."""
 CHARACTERS_A_TOOL = 2_000
-"""Templates take longer for tools than for texts."""
+"""Characters that a tool counts for: templates take longer for tools than for texts."""
 CHARACTERS_AT_MOST = 1 << 20
-"""Of what cannot be counted."""
+"""Characters assumed for what cannot be counted."""
 
 _LEFT_TO_THE_ENGINE: dict[str, Reason] = {
     "chat_template": "template",
@@ -59,14 +59,14 @@ _REASONING = ("reasoning", "reasoning_content")
 _IGNORED = frozenset({"annotations", "audio", "function_call", "refusal", "tools", "task"})
 """Members of messages that clients send back as they got them, empty."""
 BILLING = "x-anthropic-billing-header"
-"""vLLM drops a line that begins so from system messages: it differs in every request."""
+"""Beginning of a line that vLLM drops from system messages, as it differs in every request."""
 _LARGE_FLOAT = re.compile(rb"[0-9]e\+?[0-9]")
 
 
 @dataclass(slots=True)
 class Chat:
-    """messages: for templates that take content in the format asked for. variables: of the
-    template, besides."""
+    """Input of a template. messages: in the content format asked for. variables: all further
+    ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -76,8 +76,8 @@ class Chat:
 
 
 def size(body: Mapping[str, Any]) -> int:
-    """About how many characters there are to render: of all texts, wherever they are. Of any body,
-    however malformed."""
+    """Returns about how many characters there are to render: of all texts in any body, however
+    malformed."""
     tools = body.get("tools")
     total = CHARACTERS_A_TOOL * len(tools) if isinstance(tools, list) else 0
     given = [body.get(name) for name in ("messages", "tools", "chat_template_kwargs")]
@@ -88,7 +88,8 @@ def size(body: Mapping[str, Any]) -> int:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools as the engine passes them on: known members only, in the order of its models."""
+    """Returns the tools as the engine passes them on: known members only, in the order of its
+    models."""
     tools = body.get("tools")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -104,8 +105,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_numbers(given: Any) -> None:
-    """Parsers disagree on integers beyond 64 bits: some make floats of them. Raises
-    Unrenderable."""
+    """Raises Unrenderable for integers beyond 64 bits, of which some parsers make floats."""
     try:
         text = orjson.dumps(given)
     except TypeError as error:  # what can be read can be written, but for its depth
@@ -151,7 +151,8 @@ def chat_of(
     *,
     takes_developers: bool,
 ) -> Chat:
-    """The chat in the body of a request, for a template of these habits. Raises Unrenderable."""
+    """Returns the chat in the body of a request, for a template of these habits. Raises
+    Unrenderable."""
     names = body.keys()
     for name, reason in _LEFT_TO_THE_ENGINE.items():
         value = body[name] if name in names else None
@@ -174,8 +175,8 @@ def chat_of(
 
 
 def variables_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request gives the template: an effort asks for thoughts, unless it is none. Raises
-    Unrenderable."""
+    """Returns the variables that a request gives the template: an effort asks for thoughts, unless
+    it is none. Raises Unrenderable."""
     given = body.get("chat_template_kwargs")
     if given is None:
         given = {}
@@ -223,7 +224,7 @@ def _message(message: Any, content_format: ContentFormat) -> Message:
 
 
 def text_of(value: Any) -> str:
-    """`value`, which must be text. Raises Unrenderable."""
+    """Returns `value`, which must be text. Raises Unrenderable."""
     if not isinstance(value, str):
         raise Unrenderable("message", f"{shown(value)} is not text")
     return value
@@ -255,7 +256,7 @@ def _parts(message: Message, role: str) -> list[dict[str, str]]:
 
 
 def _unbilled(part: dict[str, str]) -> Iterator[dict[str, str]]:
-    """A part of a system message without the line that differs in every request."""
+    """Yields a part of a system message without the line that differs in every request."""
     if not part.get("text", "").startswith(BILLING):
         yield part
     elif rest := part["text"].partition("\n")[2]:
@@ -289,7 +290,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """In the order of the engine's models, as templates may write all of it."""
+    """Returns a call in the order of the engine's models, as templates may write all of it."""
     function = call.get("function") if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
@@ -321,7 +322,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:
-    """With developers as systems, and all of those as one, at the start."""
+    """Returns the messages with developers as systems, and all of those as one, at the start."""
     for message in messages:
         if message["role"] == "developer":
             message["role"] = "system"

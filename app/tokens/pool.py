@@ -1,4 +1,4 @@
-"""The threads that render and tokenize, a few for all models."""
+"""Threads that render and tokenize, a few for all models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ LARGE = 128 * 1024
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """holder: who has it made. size: of its text, in characters."""
-
     holder: str
     size: int
     run: Callable[[], Any]
@@ -31,12 +29,13 @@ class _Call:
 
 
 class TokenizerThreads:
-    """num_threads: at work at once, besides one for large texts, lest these keep others waiting, or
-    take memory all at once; the tokenizer itself runs without the interpreter's lock.
+    """Threads for all callers.
 
-    max_waiting, max_size: how many calls, and how many characters of theirs, may be waiting or at
-    work, of large texts and of others. Beyond, the latest of whoever has most is refused; a call of
-    any size is accepted when there is no other. Holders are served in turn.
+    num_threads: at work at once, besides one for large texts, lest these keep others waiting, or
+    take memory all at once; the tokenizer itself runs without the interpreter's lock. max_waiting,
+    max_size: calls, and their characters, that may be waiting or at work, of large texts and of
+    others. Beyond, the latest call of the holder with most is refused; a call of any size is
+    accepted when there is no other. Holders are served in turn.
     """
 
     def __init__(
@@ -46,17 +45,14 @@ class TokenizerThreads:
         self._large = _Threads("large texts", 1, max_waiting, max_size)
 
     async def run(self, size: int, call: Callable[..., T], *args: Any, holder: str = "") -> T:
-        """What `call(*args)` returns or raises; a call not begun is dropped with its caller.
-
-        size: of its text, in characters. holder: who asks. Raises Overloaded.
-        """
+        """Returns or raises what `call(*args)` does, in a thread; a call not begun is dropped with
+        its caller. size: of its text, in characters. Raises Overloaded."""
         threads = self._large if size >= LARGE else self._small
         made = _Call(holder, size, partial(call, *args))
         threads.enter(made)
         return await asyncio.wrap_future(made.result)
 
     def check(self) -> None:
-        """Raises AssertionError if what is counted as waiting cannot be."""
         self._small.check()
         self._large.check()
 
@@ -74,7 +70,6 @@ class _Threads:
         self._places: Places[_Call] = Places(num_threads, max_waiting, max_size)
 
     def enter(self, call: _Call) -> None:
-        """Have it made once it is its turn."""
         with self._lock:
             gone = self._places.enter(call.holder, call, call.size)
             num, size = self._places.num_calls, self._places.size
@@ -111,7 +106,7 @@ class _Threads:
                 call.result.set_result(made)
 
     def _drop(self, call: _Call) -> None:
-        """If it waits; nobody waits for it any more."""
+        """Drops a call that still waits."""
         with self._lock:
             self._places.withdraw(call.holder, call)
 

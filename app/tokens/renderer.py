@@ -1,4 +1,4 @@
-"""The ids of a model's prompts."""
+"""Renderers: prompts of a model as token ids."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from app.tokens.pool import TokenizerThreads
 from app.tokens.templates import ChatTemplate
 
 AT_ONCE_CHARACTERS = 1_000
-"""Shorter prompts are tokenized where they are: handing them to a thread takes as long."""
+"""Characters up to which prompts are tokenized where they are: handing them to a thread takes as
+long."""
 AT_ONCE_S = 0.02
-"""A template can make much of little: what takes longer is begun anew in a thread."""
+"""Seconds after which a small prompt is begun anew in a thread: a template can make much of
+little."""
 PROMPT_S = 20.0
-"""A prompt that takes longer is left to the engine: as long as four million letters take."""
+"""Seconds after which a prompt is left to the engine: as long as four million letters take."""
 REMEMBERED_BYTES = 64 << 20
-"""Of texts and their ids, per model: some six million tokens."""
+"""Bytes of texts and ids remembered per model: some six million tokens."""
 
 T = TypeVar("T")
 _POOL = TokenizerThreads()
@@ -34,12 +36,11 @@ _POOL = TokenizerThreads()
 def load(
     source: str, pool: TokenizerThreads = _POOL, max_bytes: int = REMEMBERED_BYTES
 ) -> Renderer:
-    """What renders and tokenizes a model's prompts. Takes up to seconds: call it in a thread.
+    """Returns the Renderer of a model. Takes up to seconds: call it in a thread.
 
     source: a folder with a tokenizer.json and, for chats, a template; or the name of a model in the
-    local Hugging Face cache. Nothing is downloaded. max_bytes: how much to remember of texts and
-    their ids, lest they are tokenized again.
-    Raises TokenizerUnavailable.
+    local Hugging Face cache. Nothing is downloaded. max_bytes: of texts and ids remembered, lest
+    they are tokenized again. Raises TokenizerUnavailable.
     """
     model = files.read(files.folder_of(source))
     try:
@@ -58,7 +59,7 @@ def load(
 
 
 def _habits(templates: Mapping[str, ChatTemplate]) -> Habits:
-    """As vLLM probes them."""
+    """Returns the habits that vLLM finds by probing the templates."""
     default = templates.get("default")
     return Habits(
         merges_systems=default is None or any(t.has_system_first for t in templates.values()),
@@ -67,7 +68,7 @@ def _habits(templates: Mapping[str, ChatTemplate]) -> Habits:
 
 
 def _effort_without_thoughts(template: ChatTemplate) -> str:
-    """`none`, if that makes another prompt than any other effort does."""
+    """Returns `none`, if that makes another prompt than any other effort does, else `low`."""
 
     def prompt(effort: str) -> str | None:
         asked = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
@@ -81,7 +82,7 @@ def _effort_without_thoughts(template: ChatTemplate) -> str:
 
 
 class Renderer:
-    """Made by `load`."""
+    """Renderer of a model's prompts, made by `load`."""
 
     def __init__(
         self,
@@ -99,14 +100,14 @@ class Renderer:
 
     @property
     def fingerprint(self) -> str:
-        """As a worker's `tokenizer_hash`, if its engine tokenizes alike."""
+        """Hash that equals a worker's `tokenizer_hash`, if its engine tokenizes alike."""
         return self._encoder.fingerprint
 
     async def of_chat(
         self, body: Mapping[str, Any], max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
-        """The ids of a chat request. body: what its JSON says. max_tokens: that they may be; 0: any
-        number. holder: who asks: see TokenizerThreads.
+        """Returns the ids of a chat request. body: its parsed JSON. max_tokens: 0: any number.
+        holder: who asks, for TokenizerThreads.
 
         Raises Unrenderable, if only the engine can tell; TooManyTokens; Overloaded.
         """
@@ -115,10 +116,11 @@ class Renderer:
     async def of_response(
         self, body: Mapping[str, Any], max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
-        """As of_chat, of what `chat_of_response` made.
+        """Returns the ids of what `chat_of_response` made. Raises Unrenderable, TooManyTokens,
+        Overloaded.
 
-        vLLM puts the tokenizer's special tokens around what the template has made of these, and
-        names a tool call before its arguments.
+        vLLM puts the tokenizer's special tokens around what the template makes of these, and names
+        a tool call before its arguments.
         """
         return await self._run(size(body), max_tokens, holder, self._response, body)
 
@@ -130,23 +132,22 @@ class Renderer:
         *,
         holder: str = "",
     ) -> Ids:
-        """The ids of the prompt of a completion.
+        """Returns the ids of the prompt of a completion.
 
-        add_special_tokens: those that the tokenizer puts around a text.
-        Raises Unrenderable, if it is not Unicode; TooManyTokens; Overloaded.
+        add_special_tokens: whether to add those that the tokenizer puts around a text. Raises
+        Unrenderable, if it is not Unicode; TooManyTokens; Overloaded.
         """
         made = self._run(len(prompt), max_tokens, holder, self._text, prompt, add_special_tokens)
         return await made
 
     async def apart(self, length: int, convert: Callable[[], T], *, holder: str = "") -> T:
-        """What `convert()` returns or raises, from a thread. length: of what it reads, in
+        """Returns or raises what `convert()` does, from a thread. length: of what it reads, in
         characters. Raises Overloaded."""
         return await self._pool.run(length, convert, holder=holder)
 
     async def _run(
         self, length: int, max_tokens: int, holder: str, call: Callable[..., Ids], *args: object
     ) -> Ids:
-        """length: of the text, in characters."""
         if length <= AT_ONCE_CHARACTERS:
             with suppress(OutOfTime):
                 return _within(AT_ONCE_S, call, Allowance(max_tokens), *args)
@@ -184,7 +185,6 @@ class Renderer:
 
 
 def _within(seconds: float, call: Callable[..., Ids], allowance: Allowance, *args: object) -> Ids:
-    """What the call returns or raises; OutOfTime, if it takes longer."""
     allowance.begin(seconds)
     return call(allowance, *args)
 
@@ -196,7 +196,8 @@ def rendered(
     of_response: bool = False,
     allowance: Allowance | None = None,
 ) -> str:
-    """The text that the model is prompted with. Raises Unrenderable, and as Allowance.check.
+    """Returns the text that the model is prompted with. Raises Unrenderable, and what
+    Allowance.check raises.
 
     of_response: made by `chat_of_response`: names come first in tool calls.
     """

@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses API, as the chat that the engine makes of it.
+"""Conversion of requests of OpenAI's Responses API to the chats that engines make of them.
 
 The rules are those of vLLM 0.32 (entrypoints/openai/responses/utils.py). What it treats in other
 ways than these is not converted.
@@ -17,7 +17,7 @@ from app.tokens.templates import Message
 
 _MESSAGE = frozenset({"type", "role", "content", "id", "status", "phase"})
 _INPUT = "input"
-"""The one argument of what a custom tool is shown as."""
+"""The one argument of the function that a custom tool is shown as."""
 _CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {
@@ -29,7 +29,7 @@ _CUSTOM_TOOL_SCHEMA = {
 
 
 def chat_of_response(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the chat request. Raises Unrenderable."""
+    """Returns the body of the chat request. Raises Unrenderable."""
     if body.get("truncation", "disabled") != "disabled":
         raise Unrenderable("truncation", "truncation is given")
     if body.get("previous_input_messages") is not None or body.get("prompt") is not None:
@@ -72,7 +72,7 @@ def _add_input(messages: list[Message], given: Any) -> None:
 
 
 def _merged(before: Message, made: Message) -> bool:
-    """Whether `before` could take in `made`."""
+    """Whether `before` could take in `made`, and did."""
     if "tool_calls" in made:
         before.setdefault("tool_calls", []).extend(made["tool_calls"])
         return True
@@ -163,7 +163,7 @@ def _flat(namespace: str, name: str) -> str:
 
 
 def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
-    """The functions that a tool is shown to the model as: none, if it is not one to call."""
+    """Yields the functions that a tool is shown to the model as: none, if it is not one to call."""
     match tool.get("type") if isinstance(tool, dict) else None:
         case "function":
             function = {name: value for name, value in tool.items() if name != "type"}
@@ -185,7 +185,7 @@ def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_free(given: Any) -> bool:
-    """Whether the form of what a custom tool is called with is any text."""
+    """Whether a custom tool is called with any text."""
     return given is None or (isinstance(given, dict) and given.get("type") == "text")
 
 

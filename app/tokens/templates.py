@@ -26,7 +26,7 @@ from app.tokens.content_format import content_format
 from app.tokens.errors import Abandoned, Allowance, Unrenderable
 
 MAX_CHARACTERS = 32 << 20
-"""Of a rendered prompt: several million tokens."""
+"""Characters of a rendered prompt: several million tokens."""
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -40,13 +40,14 @@ _ALLOWANCE = "_kvroute_allowance"
 _ITEMS_PER_CHECK = 64
 _SYSTEMS_S = 1.0
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands behind the final message while it is rendered, to be found again."""
+"""Mark behind the final message while it is rendered, to be found again."""
 
 Message = dict[str, Any]
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it changes nothing."""
+    """Tag `{% generation %}`, which marks what the model wrote, for training; here it changes
+    nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -88,7 +89,7 @@ def _strftime_now(format: str) -> str:  # noqa: A002
 
 @jinja2.pass_context
 def _allowed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items, as long as the prompt's allowance lasts."""
+    """Yields the items, as long as the prompt's allowance lasts."""
     allowance: Allowance = context[_ALLOWANCE]
     for number, item in enumerate(items):
         if not number % _ITEMS_PER_CHECK:
@@ -97,8 +98,8 @@ def _allowed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _bounded(tree: nodes.Template, environment: jinja2.Environment) -> jinja2.Template:
-    """The template, whose loops and macros all ask its variable _ALLOWANCE whether they may go on:
-    they can take any time without a piece of text coming out."""
+    """Returns the template, whose loops and macros all ask its variable _ALLOWANCE whether they may
+    go on: they can take any time without a piece of text coming out."""
     environment.filters[_ALLOWANCE] = _allowed
     check = nodes.Getattr(nodes.Name(_ALLOWANCE, "load"), "check", "load")
     for macro in tree.find_all(nodes.Macro):
@@ -129,7 +130,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 def has_system_first(source: str) -> bool:
     """Whether the template `source` refuses messages of role `system` between others, as vLLM finds
-    it out: without what templates may call. One that takes long counts as if it did."""
+    it out: without what templates may call. True if that takes long."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
@@ -150,8 +151,8 @@ def has_system_first(source: str) -> bool:
 class ChatTemplate:
     """One template, compiled. Safe to call from several threads.
 
-    special_tokens: what it may write by name, such as bos_token.
-    Raises jinja2.TemplateError if `source` is not a template.
+    special_tokens: by the names that it may write, such as bos_token. Raises jinja2.TemplateError
+    if `source` is not a template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -177,8 +178,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         allowance: Allowance | None = None,
     ) -> str:
-        """The prompt. variables: of the template, besides. Raises Unrenderable, and as
-        Allowance.check."""
+        """Returns the prompt. variables: all further ones of the template. Raises Unrenderable, and
+        what Allowance.check raises."""
         if continue_final_message:
             messages, final = self._marked(messages)
         try:
@@ -213,7 +214,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _marked(self, messages: list[Message]) -> tuple[list[Message], str]:
-        """The messages, the last with the tag; and what is to be continued."""
+        """Returns the messages, the last with the tag; and the text to be continued."""
         final = copy.copy(messages[-1])
         content = final["content"]
         if not self._reads_content:
@@ -229,7 +230,8 @@ class ChatTemplate:
 
 
 def _continued(text: str, final: str) -> str:
-    """The prompt up to the end of the final message. As `render_jinja_template` of transformers."""
+    """Returns the prompt up to the end of the final message, as `render_jinja_template` of
+    transformers does."""
     tag = CONTINUED.strip()
     if final.strip() not in text or tag not in text:
         raise Unrenderable("refused", "the template leaves out the message to be continued")
