@@ -24,10 +24,7 @@ OWNER = re.compile(rb"(?<!\d)(\d{1,18})([dhk])")
 """An entry's incarnation and tier. The digits are bounded, as int() refuses thousands of them."""
 
 DOUBLINGS = 24
-POSITIONS = [
-    *range(1, 9),
-    *(n << doubling for doubling in range(DOUBLINGS) for n in range(9, 17)),
-]
+POSITIONS = [*range(1, 9), *(n << doubling for doubling in range(DOUBLINGS) for n in range(9, 17))]
 """Positions, counted from 1, whose blocks stand for a whole chain: each of the first eight, then
 eight for each doubling of the length: 1 to 16, then 18, 20, ... 32, 36, 40, ... 64, 72, ..."""
 

@@ -136,9 +136,7 @@ def encode_metrics(
     }
 
 
-def decode_metrics(
-    entry: Mapping[bytes, bytes],
-) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
+def decode_metrics(entry: Mapping[bytes, bytes]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Returns what `encode_metrics` wrote; a missing field takes its default, an unknown one is
     ignored.
 

@@ -78,9 +78,7 @@ class WorkerInfo:
         "names of the adapters that it has loaded", (), text="with adapters {}"
     )
     max_model_len: int = said(
-        "tokens that a prompt and its answer may have together; 0: not known",
-        0,
-        text="",
+        "tokens that a prompt and its answer may have together; 0: not known", 0, text=""
     )
     tokenizer: str = said(
         "folder or Hugging Face name of the model's tokenizer; empty: not known", "", text=""

@@ -80,9 +80,7 @@ class Connections(ServerState):
     """
 
     def __init__(
-        self,
-        on_refused: Callable[[str], object] = lambda _: None,
-        held: HeldBodies | None = None,
+        self, on_refused: Callable[[str], object] = lambda _: None, held: HeldBodies | None = None
     ) -> None:
         super().__init__()
         self.on_refused = on_refused

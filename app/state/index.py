@@ -117,15 +117,7 @@ def audit(
         return Audit(missing, IndexClaims(bits, (bucket, within), digests))
 
     return call(
-        "audit",
-        shard,
-        incarnation,
-        nonce,
-        seq,
-        *first,
-        max_buckets,
-        *_groups(entries),
-        parse=parse,
+        "audit", shard, incarnation, nonce, seq, *first, max_buckets, *_groups(entries), parse=parse
     )
 
 

@@ -57,14 +57,7 @@ def propose(
     text = orjson.dumps(proposal).decode() if proposal is not None else ""
     fields = chain.from_iterable((shown or {}).items())
     return call(
-        "propose",
-        keyspace,
-        token,
-        orjson.dumps(state).decode(),
-        KEPT,
-        text,
-        *fields,
-        parse=bool,
+        "propose", keyspace, token, orjson.dumps(state).decode(), KEPT, text, *fields, parse=bool
     )
 
 

@@ -57,11 +57,7 @@ class Encoder:
         self.fingerprint = hash_of_probe(self._ids(PROBE, add_special_tokens=True))
 
     def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool = False,
-        allowance: Allowance | None = None,
+        self, text: str, *, add_special_tokens: bool = False, allowance: Allowance | None = None
     ) -> Ids:
         """Returns the ids of `text`, equal to those from scratch.
 

@@ -145,12 +145,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": made, **more}
 
 
-def chat_of(
-    body: Mapping[str, Any],
-    content: ContentFormat,
-    *,
-    takes_developers: bool,
-) -> Chat:
+def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers: bool) -> Chat:
     """Returns the chat in the body of a request, for a template of these habits. Raises
     Unrenderable."""
     names = body.keys()

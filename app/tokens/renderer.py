@@ -125,12 +125,7 @@ class Renderer:
         return await self._run(size(body), max_tokens, holder, self._response, body)
 
     async def of_text(
-        self,
-        prompt: str,
-        add_special_tokens: bool = True,
-        max_tokens: int = 0,
-        *,
-        holder: str = "",
+        self, prompt: str, add_special_tokens: bool = True, max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
         """Returns the ids of the prompt of a completion.
 

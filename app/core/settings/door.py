@@ -92,10 +92,7 @@ class DoorSettings(CommonSettings):
         Text("NAMESPACE=WEIGHT,...", parse_sharing, ";"),
     )
     max_request_bytes: int = setting(
-        16 * 1024 * 1024,
-        "Larger bodies of requests are refused (413).",
-        POSITIVE,
-        heading="Limits",
+        16 * 1024 * 1024, "Larger bodies of requests are refused (413).", POSITIVE, heading="Limits"
     )
     max_held_bytes: int = setting(
         256 * 1024 * 1024,
