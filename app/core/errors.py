@@ -115,7 +115,7 @@ class Unauthorized(KvrouteError):
 
 
 class NotAllowed(InvalidRequest):
-    """request asks for what its key does not allow. field: the member that asks for it."""
+    """A request asks for what its key does not allow. field: the member that asks for it."""
 
 
 class Crowded(KvrouteError):

@@ -33,7 +33,7 @@ class Counts(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """worker's failure of a request.
+    """A worker's failure of a request.
 
     cause: letters, digits and _. whose: whether the source of the worker's KV, if any, may be at
     fault just as well. weight: 0 to 1; 0: no failure, the worker is only full for now. in_a_row:

@@ -16,7 +16,7 @@ _RECORD = re.compile(rb"(\S+) (\S+) (\S+) (\S+) (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """target's fetch for one request.
+    """A target's fetch for one request.
 
     until_ms: Redis clock; KV that is fetched later may belong to other prompts. source_life,
     target_life: lives of the engines; "": not known. ended: leases that had ended at the source.

@@ -94,7 +94,7 @@ class KeyRules:
 
 @dataclass(slots=True, eq=False)
 class Spending:
-    """request's share of its key's limits, from its first decision to its end.
+    """A request's share of its key's limits, from its first decision to its end.
 
     tokens, uncached: estimates, taken once the request is let in. left: of requests and tokens
     then, by limit; -1: no limit. refused: why the request is not let in. is_owed: nothing was

@@ -169,7 +169,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Wish:
-    """reservation to be made, and what the decision for its worker rests on."""
+    """A reservation to be made, and what the decision for its worker rests on."""
 
     incarnation: Incarnation
     reservation: Reservation
@@ -231,8 +231,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """wish that was not granted. reason: `lapsed`, `full`, `changed` or `superseded`. fresh: loads
-    to decide again from, with all that the same call reserved; None: ask for them."""
+    """A wish that was not granted. reason: `lapsed`, `full`, `changed` or `superseded`. fresh:
+    loads to decide again from, with all that the same call reserved; None: ask for them."""
 
     reason: str
     fresh: Snapshot | None

@@ -29,7 +29,7 @@ WITHIN = f"at most {MAX_NAMES} names of 1 to {MAX_NAME} printable characters"
 
 
 class WrongField(ValueError):
-    """bad field of a registration. name: as in Redis."""
+    """A bad field of a registration. name: as in Redis."""
 
     def __init__(self, name: str, value: object, wanted: str) -> None:
         super().__init__(f"{name} is {shown(value)}, not {wanted}")

@@ -34,7 +34,7 @@ class Trust(StrEnum):
 
 
 class Rung(NamedTuple):
-    """worker's place on the ladder. trust_cause: why it is not exact, and, after a colon, the
+    """A worker's place on the ladder. trust_cause: why it is not exact, and, after a colon, the
     remedy."""
 
     trust: Trust = Trust.EXACT

@@ -31,7 +31,7 @@ RENEWED_MS = 2500
 
 
 class State(StrEnum):
-    """worker's state for requests, under the name that all output uses."""
+    """A worker's state for requests, under the name that all output uses."""
 
     SERVING = "serving"
     AWAY = "away"  # and serves: its agent is not heard of, its engine answers

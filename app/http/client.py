@@ -24,11 +24,11 @@ STALLED_S = 300.0
 
 
 class ClientStalled(KvrouteError):
-    """client has taken nothing of its answer for too long."""
+    """A client has taken nothing of its answer for too long."""
 
 
 class Client(Request):
-    """request, and the client that waits for its answer.
+    """A request, and the client that waits for its answer.
 
     about: headers of every answer. key_name: of the key that opened the server; "": none was
     needed. raw_headers: the last of each name. status: of the answer; 0: none has begun.

@@ -18,7 +18,7 @@ _NAME = re.compile(rb"""(?i)[;\s]name="?([^";\r\n]{1,100})""")
 
 @dataclass(slots=True)
 class FormBody(JsonBody):
-    """form. members: its texts, as in JSON, without files."""
+    """A form. members: its texts, as in JSON, without files."""
 
     @classmethod
     def of_form(cls, raw: bytes, content_type: bytes) -> FormBody:

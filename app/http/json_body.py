@@ -110,8 +110,8 @@ class Fields(Mapping[str, Any]):
 
 @dataclass(slots=True)
 class JsonBody:
-    """body. text: all of it. members: of its top level, as they came, in their order. fields: their
-    values."""
+    """A body. text: all of it. members: of its top level, as they came, in their order. fields:
+    their values."""
 
     text: bytes
     members: Mapping[str, msgspec.Raw]

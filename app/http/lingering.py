@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Receiving(Protocol):
-    """connection's protocol, as far as it knows its request."""
+    """A connection's protocol, as far as it knows its request."""
 
     @property
     def is_receiving(self) -> bool: ...

@@ -15,7 +15,7 @@ CLIENT = "kvroute.client"
 
 
 class Route(routing.Route):
-    """path with one method, and HEAD where that is GET."""
+    """A path with one method, and HEAD where that is GET."""
 
     def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
         super().__init__(path, endpoint)

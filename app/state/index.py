@@ -20,7 +20,7 @@ _HASH = re.compile(rb"[0-9a-f]{16}")
 
 
 class Change(NamedTuple):
-    """block and its tier from now on; None: no tier. leader: the first block of its group. back:
+    """A block and its tier from now on; None: no tier. leader: the first block of its group. back:
     where the engine resumes after it."""
 
     block: SequenceHash
@@ -71,7 +71,7 @@ def apply(
 
 
 Place = tuple[int, int]
-"""bucket and a position in it: 0, or for a large one what the last answer gave."""
+"""A bucket and a position in it: 0, or for a large one what the last answer gave."""
 FIRST_PLACE: Place = (0, 0)
 
 

@@ -21,7 +21,7 @@ KEPT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """planner's claim to lead. token: 0 if `holder` leads instead. state: what the last leader
+    """A planner's claim to lead. token: 0 if `holder` leads instead. state: what the last leader
     recorded."""
 
     token: int

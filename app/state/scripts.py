@@ -33,7 +33,7 @@ _HEADER_KEY = re.compile(r"^-- KEYS\[\d+\] +(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """file of lua/, with its includes and the names of FIELDS pasted in."""
+    """A file of lua/, with its includes and the names of FIELDS pasted in."""
 
     name: str
     text: str

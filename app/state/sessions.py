@@ -16,7 +16,7 @@ _VISIT = re.compile(rb"([1-9]\d{0,14}) (\d{1,15})")
 
 
 class Visit(NamedTuple):
-    """session's last place, and when, by the Redis clock. The incarnation may have ended; the
+    """A session's last place, and when, by the Redis clock. The incarnation may have ended; the
     worker's next one holds nothing of the session."""
 
     incarnation: Incarnation

@@ -23,7 +23,7 @@ MAX_PICKY = 64
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """request's place in the queue. flow: the longest wait is first in it; charges decide between
+    """A request's place in the queue. flow: the longest wait is first in it; charges decide between
     flows. name: unique. since_ms: by the Redis clock."""
 
     flow: str

@@ -96,7 +96,7 @@ _PLACE = re.compile(rb"[a-z](?= [a-z])")
 _SEARCHED_BYTES = 4096
 """Bytes at the end of a piece in which a cut is looked for."""
 _INSIDE = re.compile("[a-z][ \u0120\u2581][a-z]")
-"""space between two letters, as the kinds of vocabularies write it."""
+"""A space between two letters, as the kinds of vocabularies write it."""
 _PROBE = "the quick brown fox  jumps over\na lazy dog, and so on"
 
 

@@ -29,11 +29,11 @@ Reason = Literal[
 
 
 class TokenizerUnavailable(KvrouteError):
-    """model's tokenizer is not on this machine, or cannot be read."""
+    """A model's tokenizer is not on this machine, or cannot be read."""
 
 
 class Unrenderable(KvrouteError):
-    """request cannot be rendered here exactly as its engine would. reason: one word. cause: in
+    """A request cannot be rendered here exactly as its engine would. reason: one word. cause: in
     more."""
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -50,7 +50,7 @@ class OutOfTime(Unrenderable):
 
 
 class TooManyTokens(KvrouteError):
-    """prompt has more tokens than it may. num_tokens: those counted until that was clear."""
+    """A prompt has more tokens than it may. num_tokens: those counted until that was clear."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"at least {num_tokens} tokens")
