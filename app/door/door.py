@@ -12,7 +12,6 @@ from app.door.engine_words import EngineWords
 from app.door.missing import MissingWorkers
 from app.door.transfer.kv_lease import KvLeases
 from app.door.transfer.nixl import nudge
-from app.door.transfer.outcomes import PairTransfers
 from app.door.transfer.sources import Sources
 from app.door.upstream import Upstream
 
@@ -38,15 +37,10 @@ class Door:
         self.words = EngineWords()
         self.any_worker = AnyWorker(upstream, patience.between_s, self.words)
         self.leases = KvLeases(partial(nudge, upstream))
-        self.transfers = PairTransfers()
         self.refused = dict[tuple[str, Incarnation], frozenset[str]]()
         """By namespace and engine, what it does not take of the members that routers add."""
 
     @property
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What runs beside the requests until cancelled, by its name in logs and metrics."""
-        return {
-            "missing_workers": self.missing.run,
-            "kv_leases": self.leases.run,
-            "kv_transfers": self.transfers.run,
-        }
+        return {"missing_workers": self.missing.run, "kv_leases": self.leases.run}

@@ -210,15 +210,11 @@ class Tries:
         LeaseEnded and TaintedTarget besides."""
         leases, worker, lease = self.door.leases, decision.worker, transfer.lease
         sent_s = asyncio.get_running_loop().time()
-        begun = awaited = None
+        begun = None
         try:
             watched = nullcontext() if lease is None else leases.watched(lease)
             with self.door.missing.waiting(self.life, worker), watched:
-                if lease is not None and decision.source is not None:
-                    awaited = self.door.transfers.sent(lease.router, decision.source.worker, worker)
                 begun = await self._try(decision, transfer, deadline_s)
-            if awaited is not None:
-                awaited.began()
             if begun.failure is None and begun.answer.status == 200:
                 router = self.life.admitted.model.router
                 await leases.confirm(router, worker, lease, sent_s, self.headers)

@@ -35,18 +35,6 @@ class LeaseBooks(NamedTuple):
         return self.read_ms - MARGIN_MS >= by_ms
 
 
-class Transfers(NamedTuple):
-    """What an engine has counted of KV that it fetched. The others: as of LeaseBooks."""
-
-    life: str
-    arrived: int
-    failed: int
-    read_ms: float
-
-    def is_of(self, by_ms: float) -> bool:
-        return self.read_ms - MARGIN_MS >= by_ms
-
-
 def counts_leases(metrics: ForwardPassMetrics) -> bool:
     """Whether an engine counts what it takes to know of a late fetch."""
     counts = (metrics.kv_leases_ended, metrics.kv_fetched_late, metrics.engine_steps)

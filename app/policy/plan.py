@@ -249,18 +249,6 @@ class WorkerSelector:
             *(policy, candidates, size, choice.costs, eligible, room, targets, roles),
             *(published, self._rng, below),
         )
-        shut = _shut(routes, view)
-        if shut and not roles.together:
-            others = eligible.copy()
-            others[[route.source for route in shut]] = False
-            elsewhere = routes_with_source(
-                *(policy, candidates, size, choice.costs, others, room, targets, roles),
-                *(published, self._rng, below),
-            )
-            still_shut = _shut(elsewhere, view)
-            routes = [r for r in routes if r not in shut] + [
-                r for r in elsewhere if r not in still_shut
-            ]
         # Other policies do not count in seconds: where a request can be split, it is.
         if not must_split and (policy == "latency" or not routes):
             routes.insert(0, local)
@@ -421,14 +409,6 @@ def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
     if not np.count_nonzero(targets) and np.count_nonzero(eligible):
         raise NoWorkers("no worker that decodes is alive: all have the role prefill")
     return targets
-
-
-def _shut(routes: Sequence[TransferRoute], view: View) -> list[TransferRoute]:
-    """Those between pairs of which one's KV does not arrive at the other."""
-    if not view.pairs_left_alone:
-        return []
-    keys = [info.key for info in view.infos]
-    return [r for r in routes if (keys[r.source], keys[r.target]) in view.pairs_left_alone]
 
 
 def _wish(

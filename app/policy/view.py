@@ -29,7 +29,6 @@ from app.core.worker_report import (
 )
 from app.policy import reported
 from app.policy.cost import Candidates, Floats
-from app.policy.pair_failures import Pair
 from app.policy.rows import (
     DECODING,
     MOST_REQUESTS,
@@ -65,8 +64,6 @@ class View:
         self.paused, self.lapsed = paused, lapsed
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
         """By a mark, whom this replica leaves alone for it until a failure is judged."""
-        self.pairs_left_alone: frozenset[Pair] = frozenset()
-        """Sources and targets between which KV does not arrive."""
         self.away = snapshot.away if snapshot.marks else {}
         self.trusts = workers.trusts
         """Of the workers that are not exact."""

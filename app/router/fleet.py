@@ -27,16 +27,14 @@ from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Snapshot
 from app.core.types import Incarnation, WorkerKey
 from app.core.verdicts import FAILED, Mark, Marks, MarksByWorker
-from app.core.worker_report import WorkerInfo, process_of
+from app.core.worker_report import WorkerInfo
 from app.policy.kv_lease import (
     STALE_MS,
     LeaseBooks,
-    Transfers,
     began_anew,
     counts_leases,
     is_void,
 )
-from app.policy.pair_failures import Pair
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
 from app.router import sleep
@@ -105,7 +103,6 @@ class Fleet:
         self._recovers_until = 0.0
         self._failure = ""
         """How Redis failed last."""
-        self.pairs_left_alone: frozenset[Pair] = frozenset()
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
         """By a mark, whom this replica leaves alone for it until a failure is judged."""
         self._fetches: Sequence[Fetch] = ()
@@ -192,19 +189,6 @@ class Fleet:
     def known(self, key: WorkerKey) -> WorkerInfo | None:
         """That worker, be it live or not; None: it is gone."""
         return next((info for info in self._infos.values() if info.key == key), None)
-
-    def transfers(self, info: WorkerInfo) -> Transfers | None:
-        """What that worker's engine has counted of KV that it fetched; None: it does not say."""
-        inc = self.incarnation_of(info.key)
-        if inc is None:
-            return None
-        measured = self.measured(inc)
-        said = measured.metrics
-        arrived, failed = said.kv_transfers, said.kv_transfers_failed
-        if arrived is None or failed is None or said.read_s_ago is None:
-            return None
-        life = process_of(self.engine_life(info.key) or str(inc))
-        return Transfers(life, arrived, failed, measured.at_ms - 1000 * said.read_s_ago)
 
     def engine_life(self, key: WorkerKey) -> str | None:
         """As that worker registers it; None: it does not say, or is not there."""
@@ -329,7 +313,6 @@ class Fleet:
         lapsed = {inc: self._infos[inc] for inc in snapshot.lapsed if inc in self._infos}
         paused = {inc: lapsed.pop(inc) for inc in snapshot.paused if inc in lapsed}
         self.last_view = View(snapshot, self._workers, paused, lapsed)
-        self.last_view.pairs_left_alone = self.pairs_left_alone
         self.last_view.suspected = self.suspected
         return self.last_view
 

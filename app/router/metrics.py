@@ -224,10 +224,6 @@ class Telemetry(Table):
         "Workers that got no requests until they renewed their lease, or for longer, because they "
         "had failed some, or took no more for now.",
     )
-    pairs_left_alone = counter(
-        "pairs_left_alone",
-        "Pairs of workers between which nothing is split for a while, as KV did not arrive.",
-    )
     refusals = counter(
         "invalid_requests",
         "Requests refused as invalid, by the code of the error.",

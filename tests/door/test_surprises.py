@@ -4,7 +4,6 @@ from app.console.sampler import Sampler
 from app.door.missing import MissingWorkers
 from app.door.models import Models
 from app.door.transfer.kv_lease import KvLeases
-from app.door.transfer.outcomes import PairTransfers
 from app.edge.watched_files import WatchedFiles
 from app.http import supervisor
 from app.router.decider import Decider
@@ -24,7 +23,6 @@ TASKS = {
     "console": (Sampler, "run"),
     "missing_workers": (MissingWorkers, "run"),
     "kv_leases": (KvLeases, "run"),
-    "kv_transfers": (PairTransfers, "run"),
     "directory": (Routers, "_follow_directory"),
     "models": (Models, "_follow_workers"),
     "turns": (Waiting, "next_turns"),

@@ -308,16 +308,6 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed, way):
     assert costs[made.kind if made else TransferKind.LOCAL] == min(costs.values())
 
 
-def test_a_pair_whose_kv_does_not_arrive_is_left_alone():
-    view = fleet(able("a", PREFILL), able("b", DECODE), able("c", PREFILL))
-    keys = {one.key.worker_id: one.key for one in view.infos}
-    asked = query(policy="least_loaded", **LONG)
-    for shut, taken in (["a"], "c"), (["c"], "a"), (["a", "c"], None):
-        view.pairs_left_alone = frozenset((keys[name], keys["b"]) for name in shut)
-        found = {route(plan(asked, view)) for _ in range(8)}
-        assert found == {("b", taken, "split" if taken else "local")}
-
-
 @pytest.mark.parametrize("policy", ["least_loaded", "latency"])
 def test_a_prompt_of_one_token_is_not_split(policy):
     view = fleet(able("a", PREFILL), able("b", DECODE))

@@ -29,7 +29,6 @@ OWN = {
     "kvroute_reservations": ("counter", "event"),
     "kvroute_reserve_conflicts": ("counter", "reason"),
     "kvroute_worker_suspensions": ("counter",),
-    "kvroute_pairs_left_alone": ("counter",),
     "kvroute_decision_retries": ("counter",),
     "kvroute_task_failures": ("counter", "task"),
     "kvroute_workers": ("gauge",),
