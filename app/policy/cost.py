@@ -224,15 +224,18 @@ def sharing(candidates: Candidates, size: RequestSize) -> Costs:
     prefill if each of them held it, in the same weight: giving it to one more is an investment.
     """
     costs = latency(candidates, size)
-    idle, overlap = _idle_weight(candidates.active_requests), candidates.overlap
-    if idle and overlap.size > 1 and (held := idle * float(np.partition(overlap, -2)[-2])):
-        terms = costs.terms
-        prefill = terms["prefill_s"]
-        left = predicted_prefill_s(candidates, size, held) / np.maximum(prefill, 1e-12)
-        growing = prefill + terms["blocking_s"] + terms["interference_s"] + terms["eviction_s"]
-        saved = (np.minimum(left, 1.0) - 1.0) * growing
-        return Costs(costs.cost + saved, terms | {SHARED_TERM: saved})
-    return costs
+    idle = _idle_weight(candidates.active_requests)
+    if not idle or candidates.active_requests.size < 2:
+        return costs
+    held = idle * float(np.partition(candidates.overlap, -2)[-2])
+    if not held:
+        return costs
+    terms = costs.terms
+    prefill = terms["prefill_s"]
+    left = predicted_prefill_s(candidates, size, held) / np.maximum(prefill, 1e-12)
+    growing = prefill + terms["blocking_s"] + terms["interference_s"] + terms["eviction_s"]
+    saved = (np.minimum(left, 1.0) - 1.0) * growing
+    return Costs(costs.cost + saved, terms | {SHARED_TERM: saved})
 
 
 def _sum(terms: Mapping[str, Floats]) -> Floats:

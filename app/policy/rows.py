@@ -40,6 +40,20 @@ METRICS_ROWS = {
 }
 """Rows of Candidates, and the fields of ForwardPassMetrics that they show."""
 TOTAL, RESERVED, DECODING = map(LOAD_FIELDS.index, ("total", "requests", "decoding"))
+_HEAD_US, _HEAD_SINCE_MS, _ROUTED_AT = map(
+    LOAD_FIELDS.index, ("head_us", "head_since_ms", "routed_at")
+)
+_LINKS = slice(ROUTED + 1, OTHERS)
+_PLACES = np.array(
+    [
+        LOAD_FIELDS.index(name)
+        for name in (
+            *("total", "total", "total", "prefill_tokens", "prefill_us", "blocks", "requests"),
+            *("decoding", "total", "routed_us", "sending_until_ms", "receiving_until_ms", "total"),
+        )
+    ]
+)
+"""Of the load's field that each row is made from; `total` where it is made from none."""
 KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
@@ -68,24 +82,19 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
 
 
 def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
-    """The same of all workers, below OVERLAP_ROWS of zeros."""
-    load = dict(zip(LOAD_FIELDS, loads.columns, strict=True))
-    drained_us = np.minimum((now_ms - load["head_since_ms"]) * 1000.0, load["head_us"])
-    queue_s = (load["prefill_us"] - np.maximum(drained_us, 0.0)) / 1e6
-    fading = np.exp(np.maximum(rounds - load["routed_at"], 0.0) / -(MEMORY_ROUNDS * ROUND))
-    none = np.zeros(queue_s.size)
-    of_load = (
-        load["prefill_tokens"],
-        queue_s,
-        load["blocks"],
-        load["requests"],
-        load["decoding"],
-        max_requests,
-        load["routed_us"] / 1e6 * fading,
-        np.maximum(load["sending_until_ms"] - now_ms, 0.0) / 1000.0,
-        np.maximum(load["receiving_until_ms"] - now_ms, 0.0) / 1000.0,
-    )
-    return np.array((none, none, none, *of_load, none))
+    """OVERLAP_ROWS, which are 0, and LOAD_ROWS of all workers. rounds: as of a Snapshot."""
+    load = loads.columns
+    rows: Floats = load[_PLACES]
+    rows[: len(OVERLAP_ROWS)] = rows[OTHERS] = 0.0
+    drained_us = np.minimum((now_ms - load[_HEAD_SINCE_MS]) * 1000.0, load[_HEAD_US])
+    rows[QUEUE] = (rows[QUEUE] - np.maximum(drained_us, 0.0)) / 1e6
+    rows[MOST_REQUESTS] = max_requests
+    past = np.maximum(rounds - load[_ROUTED_AT], 0.0)
+    rows[ROUTED] *= np.exp(past / -(MEMORY_ROUNDS * ROUND)) / 1e6
+    links = rows[_LINKS]
+    links -= now_ms
+    rows[_LINKS] = np.maximum(links, 0.0) / 1000.0
+    return rows
 
 
 def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,8 +190,14 @@ class Columns:
         incarnations = shown.loads.incarnations
         is_all = len(incarnations) == len(self._incarnations)
         loads = self._loads.copy() if is_all else self._loads[:, self._live]
-        known = Loads(incarnations, loads)
-        return replace(shown, now_ms=now_ms, rounds=rounds, loads=known, changed=self._changed)
+        return Snapshot(
+            now_ms,
+            Loads(incarnations, loads),
+            rounds,
+            changed=self._changed,
+            lapsed=shown.lapsed,
+            unreadable=shown.unreadable,
+        )
 
     def _of(self, rows: NDArray[np.bool_]) -> list[Incarnation]:
         return [self._incarnations[row] for row in rows.nonzero()[0].tolist()]

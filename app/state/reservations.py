@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -264,11 +264,13 @@ def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> 
         return None
     pairs = zip(map(parse_incarnation, marked[::2]), marked[1::2], strict=True)
     fetches = map(Fetch.parse, late[::2], late[1::2], records)
-    return replace(
-        snapshot,
-        workers_ms=workers_ms,
-        shards=shards,
-        somebody_waits=bool(waiting),
-        marks=MarksByWorker((inc, parse_marks(text)) for inc, text in pairs if inc is not None),
-        fetches=[fetch for fetch in fetches if fetch is not None],
+    snapshot.workers_ms, snapshot.shards, snapshot.somebody_waits = (
+        workers_ms,
+        shards,
+        bool(waiting),
     )
+    snapshot.marks = MarksByWorker(
+        (inc, parse_marks(text)) for inc, text in pairs if inc is not None
+    )
+    snapshot.fetches = [fetch for fetch in fetches if fetch is not None]
+    return snapshot
