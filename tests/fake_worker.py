@@ -11,7 +11,7 @@ from dataclasses import replace
 from app.core import registration
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.trust import TOP
 from app.core.types import Incarnation, Tier, WorkerKey
 from app.core.worker_report import (
@@ -156,9 +156,12 @@ class FakeWorkers:
         """Reserve other callers' requests on `name`, each with 4 tokens to prefill."""
         worker = self._workers[_key(name)]
         for request_id in request_ids:
-            reservation = Reservation(request_id, 4, round(1e6 * prefill_s), blocks)
-            wish = Wish(worker.incarnation, reservation, worker.info.max_requests, seen_total=None)
-            reserve = reservations.reserve(KEYS, [wish], ttl_ms=TTL_MS)
+            promised = Reservation(
+                *(request_id, 4, round(1e6 * prefill_s), blocks),
+                incarnation=worker.incarnation,
+                max_requests=worker.info.max_requests,
+            )
+            reserve = reservations.reserve(KEYS, [promised], ttl_ms=TTL_MS)
             assert await self._runner.one(reserve) == [None]
 
     async def renew(self, name, **given):

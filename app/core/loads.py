@@ -136,9 +136,14 @@ def fading(rounds: int) -> float:
     return math.exp(-max(0, rounds) / (MEMORY_ROUNDS * ROUND))
 
 
+NOWHERE = Incarnation(0)
+"""No worker has it: Redis counts incarnations from 1."""
+
+
 @dataclass(slots=True)
 class Reservation:
-    """Capacity promised to one request. Not frozen, for speed, as RouteRequest is not."""
+    """Capacity of a worker promised to one request, and what that was decided from. Not frozen: making
+    a frozen one takes three times as long."""
 
     request_id: str
     prefill_tokens: int
@@ -161,28 +166,21 @@ class Reservation:
     lease_ms: int = 0
     """Least ms for which the source keeps the KV that `fetch` is to take."""
     fetch: Fetch | None = None
+    incarnation: Incarnation = NOWHERE
+    max_requests: int = 0
+    """Requests at which the worker is full."""
+    seen_total: int | None = None
+    """`Load.total` when it was read; None: take the worker as it is when it is made."""
+    source: Reservation | None = None
+    """Reservation on the worker that computes or holds the prompt for this one: both are made, or
+    neither."""
 
     @property
     def only_holds(self) -> bool:
         return self.prefill_tokens == 0
 
-
-@dataclass(slots=True)
-class Wish:
-    """A reservation to be made, and what the decision for its worker rests on."""
-
-    incarnation: Incarnation
-    reservation: Reservation
-    max_requests: int
-    """Requests at which the worker is full."""
-    seen_total: int | None
-    """`Load.total` when it was read; None: take the worker as it is now."""
-    source: Wish | None = None
-    """Wish for the worker that computes or holds the prompt for this one: both are made, or
-    neither."""
-
-    def as_they_are(self) -> Wish:
-        """Returns a copy that takes the workers as they are now."""
+    def as_they_are(self) -> Reservation:
+        """Returns a copy for the workers as they are when it is made."""
         return replace(self, seen_total=None, source=self.source and self.source.as_they_are())
 
 

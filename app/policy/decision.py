@@ -100,7 +100,7 @@ def alike_of(attempt: str) -> str:
     return attempt.partition(_ALIKE)[2]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Query:
     """One try to decide a request, and what is known for it."""
 

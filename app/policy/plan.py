@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from app.core.chains import hex_text
 from app.core.errors import NoWorkers
 from app.core.fetches import Fetch
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.outcomes import Ending
 from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
@@ -59,12 +59,12 @@ each time, and 20 routers could record them 400 times a second."""
 @dataclass(slots=True)
 class Plan:
     """What one try wants: the worker at `position` of the view, its source at `source_position`,
-    and the reservations on both."""
+    and the reservation, which names that on its source."""
 
     request: RouteRequest
     position: int
     source_position: int | None
-    wish: Wish
+    reservation: Reservation
     decision: Decision
     view: View
     candidates: Candidates
@@ -74,21 +74,21 @@ class Plan:
 
     def count(self) -> None:
         """Count in the view what is, or is about to be, reserved."""
-        self.view.add(self.position, self.wish.reservation)
-        if self.wish.source is not None and self.source_position is not None:
-            self.view.add(self.source_position, self.wish.source.reservation)
+        self.view.add(self.position, self.reservation)
+        if self.reservation.source is not None and self.source_position is not None:
+            self.view.add(self.source_position, self.reservation.source)
 
     @property
     def holder(self) -> Incarnation:
         """The worker that will be the first to hold the whole prompt."""
-        source = self.wish.source
-        computes = source is not None and not source.reservation.only_holds
-        return source.incarnation if source is not None and computes else self.wish.incarnation
+        source = self.reservation.source
+        computes = source is not None and not source.only_holds
+        return (source if source is not None and computes else self.reservation).incarnation
 
     @property
     def lacking_tokens(self) -> int:
         """Of the prompt, by `holder`."""
-        is_target = self.holder == self.wish.incarnation
+        is_target = self.holder == self.reservation.incarnation
         at = self.position if is_target or self.source_position is None else self.source_position
         held = self.candidates.overlap_at(at) * self.decision.worker.block_size
         return self.decision.isl_tokens - int(held)
@@ -196,15 +196,15 @@ class WorkerSelector:
             *(eligible, targets, published, degraded),
         )
         route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
-        wish = _wish(query, view, size, route, candidates, choice)
-        if wish.source is not None:
+        wanted = _reservation(query, view, size, route, candidates, choice)
+        if wanted.source is not None:
             # What matters is what the worker holds that computes the prompt, or hands it on.
             choice = Choice(route.source, choice.costs, choice.tied)
         locality, best = locality_of(
             view, candidates, size, query.overlaps, allowed, able, choice, affinity
         )
         decision = _decision(
-            *(query, view, size, route, wish, policy),
+            *(query, view, size, route, wanted, policy),
             tied=choice.tied,
             degraded=degraded,
             locality=Locality.DEGRADED if degraded else locality,
@@ -213,9 +213,9 @@ class WorkerSelector:
         )
         if request.explain:
             _explain(decision, query, view, eligible, choice, candidates, routes)
-        source = None if wish.source is None else route.source
+        source = None if wanted.source is None else route.source
         return Plan(
-            *(request, route.target, source, wish, decision, view, candidates, choice.costs),
+            *(request, route.target, source, wanted, decision, view, candidates, choice.costs),
             *(targets, affinity),
         )
 
@@ -349,7 +349,7 @@ def _decision(
     view: View,
     size: RequestSize,
     route: TransferRoute,
-    wish: Wish,
+    wanted: Reservation,
     policy: str,
     *,
     tied: bool,
@@ -381,13 +381,13 @@ def _decision(
         tries=query.tries,
         degraded=degraded or query.is_short or is_away,
         trust=_trust(query, bound, [view.trusts.get(inc) for inc in chosen], degraded=degraded),
-        reservation=wish.reservation if reserves else None,
+        reservation=wanted if reserves else None,
         reservation_id=query.reservation_id,
         locality=locality,
         best=best,
         waited_ms=query.waited_ms,
-        expected_s=queue_s + (wish.source or wish).reservation.prefill_us / 1e6,
-        source=_source(view, route, overlap, wish, reserves=reserves),
+        expected_s=queue_s + (wanted.source or wanted).prefill_us / 1e6,
+        source=_source(view, route, overlap, wanted, reserves=reserves),
         costs_by_kind={},
         lost={},
         candidates=[],
@@ -411,32 +411,34 @@ def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
     return targets
 
 
-def _wish(
+def _reservation(
     query: Query,
     view: View,
     size: RequestSize,
     route: TransferRoute,
     candidates: Candidates,
     choice: Choice,
-) -> Wish:
+) -> Reservation:
     """What a request wants of its target, and of its source."""
     seconds = choice.costs.terms.get("prefill_s")
     if seconds is None:
         seconds = predicted_prefill_s(candidates, size)
     of_target, of_source = demands(route, candidates, size, seconds)
-    source = None if of_source is None else _wish_of(query, view, route.source, of_source)
-    metrics = view.measured[route.source].metrics
-    if source is not None and counts_leases(metrics):
-        one, other = view.infos[route.source], view.infos[route.target]
-        ended, attempt = metrics.kv_leases_ended or 0, query.attempt
-        lives = one.engine_life, other.engine_life
-        source.reservation.lease_ms = round(1000 * one.kv_lease_s)
-        source.reservation.fetch = Fetch(one.key, other.key, *lives, ended, attempt)
-    return _wish_of(query, view, route.target, of_target, source)
+    wanted = _promise(query, view, route.target, of_target)
+    if of_source is not None:
+        wanted.source = source = _promise(query, view, route.source, of_source)
+        metrics = view.measured[route.source].metrics
+        if counts_leases(metrics):
+            one, other = view.infos[route.source], view.infos[route.target]
+            ended, attempt = metrics.kv_leases_ended or 0, query.attempt
+            lives = one.engine_life, other.engine_life
+            source.lease_ms = round(1000 * one.kv_lease_s)
+            source.fetch = Fetch(one.key, other.key, *lives, ended, attempt)
+    return wanted
 
 
-def _wish_of(query: Query, view: View, at: int, what: Demand, source: Wish | None = None) -> Wish:
-    reservation = Reservation(
+def _promise(query: Query, view: View, at: int, what: Demand) -> Reservation:
+    return Reservation(
         query.request.request_id,
         prefill_tokens=what.prefill_tokens,
         prefill_us=round(1e6 * min(what.prefill_s, MAX_PREFILL_S)),
@@ -446,22 +448,18 @@ def _wish_of(query: Query, view: View, at: int, what: Demand, source: Wish | Non
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,
-    )
-    return Wish(
-        view.incarnations[at],
-        reservation,
-        view.infos[at].max_requests,
+        incarnation=view.incarnations[at],
+        max_requests=view.infos[at].max_requests,
         seen_total=view.total(at),
-        source=source,
     )
 
 
 def _source(
-    view: View, route: TransferRoute, overlap: TierOverlap, wish: Wish, *, reserves: bool
+    view: View, route: TransferRoute, overlap: TierOverlap, wanted: Reservation, *, reserves: bool
 ) -> Source | None:
-    if wish.source is None:
+    if wanted.source is None:
         return None
-    reservation = wish.source.reservation if reserves else None
+    reservation = wanted.source if reserves else None
     return Source(route.kind, view.infos[route.source], overlap, reservation)
 
 

@@ -93,7 +93,7 @@ class Decider:
             while True:
                 for pending in await self._waiting.next_turns():
                     if not self.submit(pending):
-                        _wait_on(pending)
+                        pending.deciding = False
 
     async def _decide_forever(self) -> None:
         while True:
@@ -116,7 +116,7 @@ class Decider:
 
     async def _decide(self, batch: list[Pending]) -> None:
         try:
-            view = await self._look_up.batch([pending.query for pending in batch])
+            view = await self._look_up.batch(batch)
         except WrongVersion as error:
             self._replica.fleet.note(error)
             for pending in batch:
@@ -131,7 +131,7 @@ class Decider:
             return
         for pending in batch:
             # A sender's clock may be ahead.
-            pending.query.began_ms = min(pending.query.began_ms or view.now_ms, view.now_ms)
+            pending.began_ms = min(pending.began_ms or view.now_ms, view.now_ms)
             if pending.request.spending is not None:
                 self._replica.limiter.let_in(pending.request)
                 if pending.request.spending.refused is not None:
@@ -170,7 +170,7 @@ class Decider:
         self._replica.fleet.note(error)
         # Redis may still run what it was sent, also for callers who have gone since.
         for pending in some:
-            self._maintenance.release_soon(pending.query.reservation_id, pending.query.attempt)
+            self._maintenance.release_soon(pending.reservation_id, pending.attempt)
         self._degraded.decide(some, error)
 
     def _plan_all(
@@ -183,13 +183,12 @@ class Decider:
         """
         plans, refused = [], []
         for pending in _wanted(undecided):
-            query = pending.query
-            query.tries += 1
-            query.waited_ms = pending.waited_ms(time.perf_counter())
+            pending.tries += 1
+            pending.note_wait(time.perf_counter())
             try:
-                plan = self._selector.plan(query, view)
+                plan = self._selector.plan(pending, view)
             except AllWorkersBusy as error:
-                if pending.request.reserve and query.tries == 1:
+                if pending.request.reserve and pending.tries == 1:
                     refused.append((pending, error))
                 else:
                     self._turn_away(pending, view, error)
@@ -226,7 +225,7 @@ class Decider:
         """
         going, joining = list[Pending](), list[Pending]()
         for pending in batch:
-            joins = pending.queued is None and pending.request.reserve
+            joins = pending.ticket is None and pending.request.reserve
             (joining if joins else going).append(pending)
         await self._release_all(joining)
         for pending in joining:
@@ -237,9 +236,9 @@ class Decider:
         """Release what requests hold from earlier tries; whether each held anything."""
         keyspace = self._replica.keyspace
         releases = {
-            pending: Release(held, began_by_ms=pending.query.began_ms)
+            pending: Release(held, began_by_ms=pending.began_ms)
             for pending in some
-            if (held := pending.query.replaces)
+            if (held := pending.replaces)
         }
         call = reservations.release(keyspace, list(releases.values()))
         try:
@@ -264,15 +263,15 @@ class Decider:
             or not (pending.request.reserve or pending.for_any)
         ):
             pending.fail(error)
-        elif pending.queued is None:
+        elif pending.ticket is None:
             self._let_wait(pending, view)
         else:
-            _wait_on(pending)
+            pending.deciding = False
 
     def _let_wait(self, pending: Pending, view: View) -> None:
         assert self._waiting is not None
         request = pending.request
-        longest = pending.query.overlaps.longest
+        longest = pending.overlaps.longest
         block_size = view.block_size or 1
         self._waiting.enter(
             pending,
@@ -287,11 +286,13 @@ class Decider:
         )
 
     async def _reserve(self, plans: list[Planned], *, final: bool) -> list[Refusal | None]:
-        wishes = [plan.wish.as_they_are() if final else plan.wish for _, plan in plans]
+        wanted = [plan.reservation for _, plan in plans]
+        if final:
+            wanted = [one.as_they_are() for one in wanted]
         return await self._replica.runner.one(
             reservations.reserve(
                 self._replica.keyspace,
-                wishes,
+                wanted,
                 ttl_ms=self._ttl_ms,
                 prefill_ttl_ms=self._prefill_ttl_ms,
                 columns=self._look_up.columns,
@@ -327,10 +328,10 @@ class Decider:
         telemetry.saved_s.inc(plan.saved_s)
         self._history.add(plan, self._replica.fleet.shards or 1)
         self._look_up.routed(plan)
-        self._note_decision(pending.query, plan)
+        self._note_decision(pending, plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
-            self._maintenance.release_soon(decision.reservation_id, plan.wish.reservation.attempt)
+            self._maintenance.release_soon(decision.reservation_id, plan.reservation.attempt)
         pending.resolve(decision)
 
     def _note_decision(self, query: Query, plan: Plan) -> None:
@@ -343,9 +344,3 @@ class Decider:
 def _wanted(batch: list[Pending]) -> list[Pending]:
     """Those for which somebody still waits: nothing must be reserved for the others."""
     return [pending for pending in batch if not pending.answer.done()]
-
-
-def _wait_on(pending: Pending) -> None:
-    """Have a request whose turn came to nothing wait for the next one."""
-    if pending.queued is not None:
-        pending.queued.deciding = False

@@ -63,10 +63,10 @@ class DegradedMode:
             self._decide(pending, view)
 
     def _decide(self, pending: Pending, view: View) -> None:
-        pending.query.overlaps = pending.query.held = Overlaps()
-        pending.query.waited_ms = pending.waited_ms(time.perf_counter())
+        pending.overlaps = pending.held = Overlaps()
+        pending.note_wait(time.perf_counter())
         try:
-            plan = self._selector.plan(pending.query, view, degraded=True)
+            plan = self._selector.plan(pending, view, degraded=True)
         except NoWorkers as error:
             # The first one may be about to register.
             self._turn_away(pending, view, error)
@@ -77,7 +77,7 @@ class DegradedMode:
         self._replica.telemetry.degraded.inc()
         if pending.request.reserve:
             plan.count()
-            self._on_reserved(pending.query, plan)
+            self._on_reserved(pending, plan)
         pending.resolve(plan.decision)
 
     def ends(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -64,13 +65,13 @@ class History:
         """Whether predictions are kept of any worker now, beyond first tokens."""
         return bool(self._replica.fleet.guessed)
 
-    def recall(self, queries: list[Query]) -> list[Call[list[sessions.Visit | None]]]:
+    def recall(self, queries: Sequence[Query]) -> list[Call[list[sessions.Visit | None]]]:
         """At most one call, which returns where what they follow last went: see `follow`."""
         names = [name for query in queries for name in self._followed(query.request)]
         return [sessions.recall(self._replica.keyspace, names)] if names else []
 
     def follow(
-        self, queries: list[Query], visits: list[sessions.Visit | None], now_ms: int
+        self, queries: Sequence[Query], visits: list[sessions.Visit | None], now_ms: int
     ) -> None:
         """Have each query know where the first of what it follows is, if that visit was not too
         long ago. visits: as `recall` returns them."""
@@ -94,7 +95,7 @@ class History:
         return [*([request.session] if request.session else ()), *request.trail]
 
     def predicted(
-        self, queries: list[Query], shards: int
+        self, queries: Sequence[Query], shards: int
     ) -> dict[int, Call[dict[Incarnation, int]]]:
         """For queries by their place: the leading blocks that workers which publish nothing will
         hold. None while all workers publish."""
@@ -106,7 +107,7 @@ class History:
             for place, chain in enumerate(chains)
         }
 
-    def computing(self, queries: list[Query]) -> dict[int, Call[dict[bytes, bytes]]]:
+    def computing(self, queries: Sequence[Query]) -> dict[int, Call[dict[bytes, bytes]]]:
         """For long prompts by their place: what is in flight of those that begin alike."""
         calls = {}
         for place, query in enumerate(queries):
@@ -135,11 +136,11 @@ class History:
 
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
-        request, incarnation = plan.request, plan.wish.incarnation
+        request, incarnation = plan.request, plan.reservation.incarnation
         guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = incarnation if incarnation in guessed else plan.holder
-        attempt, keyspace = plan.wish.reservation.attempt, self._replica.keyspace
+        attempt, keyspace = plan.reservation.attempt, self._replica.keyspace
         if request.chain and holder in guessed:
             shard, ttl_ms = self._shard_of(request.chain, shards), self._reservation_ttl_ms
             self._write(

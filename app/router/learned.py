@@ -74,7 +74,7 @@ class LearnedWorkers:
 
     def routed(self, plan: Plan) -> None:
         """A request goes where it was planned to."""
-        incarnation = plan.wish.incarnation
+        incarnation = plan.reservation.incarnation
         if incarnation in plan.view.guessed and plan.request.chain:
             last_use, answers = self._of(incarnation)
             decision = plan.decision

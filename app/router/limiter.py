@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from app.core.key_rules import KeyRules, Rate, RateLimited, Spending
 from app.core.keys import Keyspace
 from app.core.types import random_hex
-from app.policy.decision import Query, RouteRequest
+from app.policy.decision import RouteRequest
 from app.state import admission
 from app.state.admission import Admitted
 from app.state.records import AdmitRow
@@ -103,9 +103,9 @@ class Limiter:
             spending.refused = self._refusal(key, key.blocked, key.blocked_until_s - now_s)
             raise spending.refused
 
-    def asking(self, queries: Sequence[Query]) -> Asking:
+    def asking(self, some: Sequence[RouteRequest]) -> Asking:
         """The call to send with the look-up of these, which are of limited keys and not let in."""
-        some, rows = [query.request for query in queries], []
+        rows = []
         for request in some:
             spending = request.spending
             assert spending is not None

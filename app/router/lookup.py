@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
@@ -54,7 +55,7 @@ class LookUp:
             raise
         return await self._replica.fleet.view(snapshot)
 
-    async def batch(self, queries: list[Query]) -> View:
+    async def batch(self, queries: Sequence[Query]) -> View:
         """The workers as they are now; sets what the queries know of their prompts.
 
         Raises RedisUnavailable, NamespaceMissing, WrongVersion.
@@ -65,7 +66,7 @@ class LookUp:
         for query in queries:  # a loop, as that calls nothing where no key has limits
             spending = query.request.spending
             if spending is not None and not spending.is_let_in:
-                limited.append(query)
+                limited.append(query.request)
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)

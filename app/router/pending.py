@@ -1,28 +1,36 @@
-"""A request on its way to a decision, and its place in the queue if it has to wait."""
+"""Requests on their way to a decision, and those of them that wait at one replica."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from app.policy.decision import Decision, Query, RouteRequest
+from app.core.places import Shares
+from app.policy.decision import Decision, Query
 from app.state.waiting import Ticket
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
-    """A request on its way to a decision. Its answer is cancelled once the caller is gone."""
+class Pending(Query):
+    """A request on its way to a decision, and its place in the queue once it has to wait.
 
-    query: Query
-    answer: asyncio.Future[Decision]
-    queued: QueuePlace | None = None
-    """Its place in the queue, if it had to wait."""
+    answer: cancelled once the caller is gone. for_any: whether the request only waits for a worker
+    to exist. ticket: its place in the queue that all replicas share; None: it never had to wait.
+    weight: of its flow. tenant: as labelled in metrics. since_s: when it began to wait, by
+    time.perf_counter. name_at_s: when to name the ticket to Redis; 0: at once. deciding: whether
+    its turn has come. outcome: how its wait ended, as labelled in metrics; "": not yet.
+    """
+
+    answer: asyncio.Future[Decision] = field(kw_only=True)
     for_any: bool = False
-    """Whether it asks for nothing but that there be a worker, and waits for one."""
-
-    @property
-    def request(self) -> RouteRequest:
-        return self.query.request
+    ticket: Ticket | None = None
+    weight: float = 1.0
+    tenant: str = ""
+    since_s: float = 0.0
+    name_at_s: float = 0.0
+    deciding: bool = False
+    outcome: str = ""
 
     @property
     def decided(self) -> bool:
@@ -30,9 +38,9 @@ class Pending:
         answer = self.answer
         return answer.done() and not answer.cancelled() and answer.exception() is None
 
-    def waited_ms(self, now_s: float) -> int:
-        """How long it has waited by `now_s`, of time.perf_counter."""
-        return round(1000 * (now_s - self.queued.since_s)) if self.queued else 0
+    def note_wait(self, now_s: float) -> None:
+        """Set how long it has waited by `now_s`, of time.perf_counter."""
+        self.waited_ms = round(1000 * (now_s - self.since_s)) if self.ticket else 0
 
     def resolve(self, decision: Decision) -> None:
         """Answer, unless that was done or the caller is gone."""
@@ -46,26 +54,70 @@ class Pending:
             self.answer.set_exception(error.with_traceback(None))
 
 
-@dataclass(slots=True, eq=False)
-class QueuePlace:
-    """A request's place in the queue.
+_Flow = tuple[str, str]
+"""A holder, and the name of one of its flows."""
 
-    weight: of its flow. tenant, priority: as labelled in metrics. since_s: by time.perf_counter.
+
+class WaitQueue:
+    """The requests that wait at one replica, never more than `capacity`.
+
+    When the queue is full, the holder with most requests for their weights makes room: of its
+    flows, the one with the most for its weight loses its latest request. So a caller that floods a
+    replica takes no places from others, however many tenants it names.
     """
 
-    pending: Pending
-    ticket: Ticket
-    weight: float
-    tenant: str
-    priority: str
-    since_s: float
-    name_at_s: float = 0.0
-    """When to name its ticket in the queue that all replicas share; 0: at once."""
-    deciding: bool = False
-    """Whether its turn has come and a worker is being looked for."""
-    outcome: str = ""
-    """What it counts as in the metrics; "" while it waits."""
+    def __init__(self, capacity: int) -> None:
+        self._shares = Shares(capacity)
+        self._flows: dict[_Flow, dict[str, Pending]] = {}
+        self._by_name: dict[str, Pending] = {}
 
-    @property
-    def holder(self) -> str:
-        return self.pending.request.holder
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Pending]:
+        yield from list(self._by_name.values())
+
+    def get(self, flow: str, name: str) -> Pending | None:
+        """Returns the request with this ticket, if it waits here."""
+        pending = self._by_name.get(name)
+        return pending if pending is not None and _ticket_of(pending).flow == flow else None
+
+    def enter(self, pending: Pending) -> Pending | None:
+        """Add a request. Returns the one that had to make room for it, which may be itself."""
+        flow, ticket = _flow_of(pending), _ticket_of(pending)
+        self._flows.setdefault(flow, {})[ticket.name] = pending
+        self._by_name[ticket.name] = pending
+        self._shares.take(flow[0], 1 / pending.weight)
+        if len(self) <= self._shares.capacity:
+            return None
+        greediest = self._shares.greediest(flow[0])
+        most = max(
+            (each for each in self._flows if each[0] == greediest),
+            key=lambda each: (_crowding(self._flows[each]), each == flow),
+        )
+        gone = self._flows[most][next(reversed(self._flows[most]))]
+        self.remove(gone)
+        return gone
+
+    def remove(self, pending: Pending) -> None:
+        """Remove a request; harmless if it is not here."""
+        flow, name = _flow_of(pending), _ticket_of(pending).name
+        if self._by_name.get(name) is not pending:
+            return
+        del self._by_name[name], self._flows[flow][name]
+        self._shares.give_back(flow[0], 1 / pending.weight)
+        if not self._flows[flow]:
+            del self._flows[flow]
+
+
+def _ticket_of(pending: Pending) -> Ticket:
+    assert pending.ticket is not None, "it does not wait"
+    return pending.ticket
+
+
+def _flow_of(pending: Pending) -> _Flow:
+    return pending.request.holder, _ticket_of(pending).flow
+
+
+def _crowding(requests: dict[str, Pending]) -> float:
+    return len(requests) / next(iter(requests.values())).weight

@@ -29,7 +29,7 @@ from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised
 from app.policy.answers import Answer
 from app.policy.cost import POLICIES
-from app.policy.decision import Decision, Query, RouteRequest
+from app.policy.decision import Decision, RouteRequest
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
 from app.router.fleet import Fleet
@@ -144,8 +144,8 @@ class Router:
         began_ms = self.fleet.redis_now_ms if request.began_ms is None else request.began_ms
         # A balancer sends the same bytes again, and in them the time when they were first sent.
         nonce = f".{random_hex(4)}" if request.balancer_id else ""
-        query = Query(request, _tag(request.balancer_id, request.owner), began_ms, nonce=nonce)
-        pending = Pending(query, answer)
+        tag = _tag(request.balancer_id, request.owner)
+        pending = Pending(request, tag, began_ms, nonce=nonce, answer=answer)
         try:
             decision = await self._decided(pending)
             outcome = "routed"
@@ -166,7 +166,7 @@ class Router:
             if request.spending is not None and not request.carried:
                 self._spent(request, request.spending, is_routed=outcome == "routed")
             self.telemetry.decisions_of(request.policy, outcome).inc()
-            ended = time.perf_counter() if pending.queued is None else pending.queued.since_s
+            ended = time.perf_counter() if pending.ticket is None else pending.since_s
             self.telemetry.decision_seconds.observe(ended - started)
             # They hold the error, which refers to this frame, and that to the whole request.
             del answer, pending
@@ -183,7 +183,7 @@ class Router:
         """Let a request in that any worker may answer, as nothing is decided for it. Raises
         RateLimited."""
         request = RouteRequest("", [], output_tokens=0, spending=spending)
-        asking = self.limiter.asking([Query(request, "")])
+        asking = self.limiter.asking([request])
         (reply,) = await self._runner.run_each([asking.call])
         asking.told(reply)
         self.limiter.let_in(request)
@@ -236,7 +236,7 @@ class Router:
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("", "")
         request = waking(asks, self._policy, tag)
-        pending = Pending(Query(request, tag), answer, for_any=True)
+        pending = Pending(request, tag, answer=answer, for_any=True)
         try:
             await self._decided(pending)
         except AllWorkersBusy:

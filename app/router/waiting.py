@@ -24,9 +24,8 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.settings.kinds import PRIORITY_SHARES, parse_weights
-from app.router.pending import Pending, QueuePlace
+from app.router.pending import Pending, WaitQueue
 from app.router.replica import Replica
-from app.router.wait_queue import WaitQueue
 from app.state import reservations, waiting
 from app.state.columns import Columns
 from app.state.scripts import Call
@@ -98,31 +97,26 @@ class Waiting:
         """
         tenant, priority = pending.request.tenant, pending.request.priority
         weight = self._weights.get(tenant, 1.0) * PRIORITY_SHARES[priority]
-        pending.queued = queued = QueuePlace(
-            pending,
-            ticket=waiting.ticket(
-                f"{priority}:{tenant}",
-                self._name,
-                next(self._numbers),
-                tokens=tokens,
-                weight=weight,
-                picky=picky,
-                since_ms=now_ms,
-            ),
+        pending.ticket = waiting.ticket(
+            f"{priority}:{tenant}",
+            self._name,
+            next(self._numbers),
+            tokens=tokens,
             weight=weight,
-            tenant=tenant if tenant in self._weights else OTHERS,
-            priority=priority,
-            since_s=time.perf_counter(),
+            picky=picky,
+            since_ms=now_ms,
         )
+        pending.weight, pending.since_s = weight, time.perf_counter()
+        pending.tenant = tenant if tenant in self._weights else OTHERS
         if not self.somebody:
             self._wake.set()
-        crowded_out = self._queue.enter(queued)
-        pending.answer.add_done_callback(lambda _: self._leave(queued))
+        crowded_out = self._queue.enter(pending)
+        pending.answer.add_done_callback(lambda _: self._leave(pending))
         if crowded_out is not None:
             busy = f"{len(self._queue)} requests are already waiting for a worker"
             self._end(crowded_out, "crowded_out", AllWorkersBusy(busy, self._retry_after_s))
         if self._stopped:
-            self._turn_away_as_stopped(queued)
+            self._turn_away_as_stopped(pending)
         self._telemetry.waiting.set(len(self._queue))
 
     def look_again(self) -> None:
@@ -133,11 +127,11 @@ class Waiting:
     def stop(self) -> None:
         """Turn away all that wait, from now on."""
         self._stopped = True
-        for queued in self._queue:
-            self._turn_away_as_stopped(queued)
+        for pending in self._queue:
+            self._turn_away_as_stopped(pending)
 
-    def _turn_away_as_stopped(self, queued: QueuePlace) -> None:
-        self._end(queued, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
+    def _turn_away_as_stopped(self, pending: Pending) -> None:
+        self._end(pending, "stopped", AllWorkersBusy("this router replica is stopping", 0.0))
 
     async def __aenter__(self) -> Waiting:
         return self
@@ -156,7 +150,7 @@ class Waiting:
     async def next_turns(self) -> list[Pending]:
         """The requests to decide now; waits until it is time to look.
 
-        Each counts as being decided until `deciding` of its QueuePlace is set to False.
+        Each counts as being decided until its `deciding` is set to False.
         """
         await asyncio.sleep(self._pause_s)
         polls = self._queue or self._left
@@ -169,19 +163,19 @@ class Waiting:
         except (RedisUnavailable, NamespaceMissing, WrongVersion) as error:
             log.debug("cannot tell whose turn it is: %s", error)
             due = self._without_redis()
-        for queued in due:
-            queued.deciding = True
-        return [queued.pending for queued in due]
+        for pending in due:
+            pending.deciding = True
+        return due
 
-    async def _step(self) -> list[QueuePlace]:
+    async def _step(self) -> list[Pending]:
         """Bring the queue up to date; returns those whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
         if now_s - self._renewed_s >= TICKET_TTL_MS / 2000:
             # They may have been void for a while, and taken out by others.
-            for queued in self._queue:
-                queued.name_at_s = 0.0
-        due = [queued for queued in self._queue if queued.name_at_s <= now_s]
+            for pending in self._queue:
+                pending.name_at_s = 0.0
+        due = [pending for pending in self._queue if pending.name_at_s <= now_s]
         named = nsmallest(MAX_NAMED, due, key=attrgetter("name_at_s"))
         left, calls = self._left[:MAX_NAMED], list[Call[Any]]()
         if left:
@@ -192,7 +186,7 @@ class Waiting:
                 waiting.wait(
                     self._keyspace,
                     self._name,
-                    [queued.ticket for queued in named],
+                    [pending.ticket for pending in named if pending.ticket is not None],
                     ttl_ms=TICKET_TTL_MS,
                     kept_ms=TICKET_KEPT_MS,
                 )
@@ -201,8 +195,8 @@ class Waiting:
         *_, snapshot = await self._runner.run([*calls, changes])
         snapshot = snapshot or await self._runner.one(reservations.loads(self._keyspace))
         del self._left[: len(left)]
-        for queued in named:
-            queued.name_at_s = now_s + NAME_S
+        for pending in named:
+            pending.name_at_s = now_s + NAME_S
         if renews:
             self._renewed_s = now_s
         view = await self._fleet.view(snapshot)
@@ -213,52 +207,53 @@ class Waiting:
             return []
         return await self._first(turns_at_once(openings, len(view.infos)))
 
-    async def _first(self, openings: int) -> list[QueuePlace]:
+    async def _first(self, openings: int) -> list[Pending]:
         """Those of our requests that are among the first `openings` in the queue."""
         due = []
         for flow, name in await self._runner.one(
             waiting.turns(self._keyspace, self._name, openings)
         ):
-            queued = self._queue.get(flow, name)
-            if queued is None:
+            pending = self._queue.get(flow, name)
+            if pending is None:
                 # It left meanwhile, or somebody put it there: the queue is told in the next step.
                 self._left.append((flow, name, False))
-            elif not queued.deciding:
-                due.append(queued)
+            elif not pending.deciding:
+                due.append(pending)
         return due
 
-    def _without_redis(self) -> list[QueuePlace]:
+    def _without_redis(self) -> list[Pending]:
         """All that wait: they are decided as others are then; those that must still wait stay in
         the queue."""
         if not self._queue:
             # Nobody renews these tickets, so they become void by themselves.
             self._left.clear()
-        return [queued for queued in self._queue if not queued.deciding]
+        return [pending for pending in self._queue if not pending.deciding]
 
     def _refuse_late(self) -> None:
         oldest_s = time.perf_counter() - self._timeout_s
-        for queued in self._queue:
-            if queued.since_s <= oldest_s and not queued.deciding:
+        for pending in self._queue:
+            if pending.since_s <= oldest_s and not pending.deciding:
                 late = f"no worker had room within {self._timeout_s:g} s"
                 error: Exception = AllWorkersBusy(late, self._retry_after_s)
                 if self._fleet.sleeps:
                     error = NoWorkers(f"no worker has started within {self._timeout_s:g} s")
-                self._end(queued, "timed_out", error)
+                self._end(pending, "timed_out", error)
 
-    def _end(self, queued: QueuePlace, outcome: str, error: Exception) -> None:
-        if not queued.pending.answer.done():
-            queued.outcome = outcome
-            queued.pending.fail(error)
+    def _end(self, pending: Pending, outcome: str, error: Exception) -> None:
+        if not pending.answer.done():
+            pending.outcome = outcome
+            pending.fail(error)
 
-    def _leave(self, queued: QueuePlace) -> None:
-        answer = queued.pending.answer
+    def _leave(self, pending: Pending) -> None:
+        answer, ticket = pending.answer, pending.ticket
+        assert ticket is not None
         had_turn = not answer.cancelled() and answer.exception() is None
         ended = "routed" if had_turn else "gone" if answer.cancelled() else "failed"
-        outcome = queued.outcome or ended
-        self._queue.remove(queued)
-        self._left.append((queued.ticket.flow, queued.ticket.name, had_turn))
+        self._queue.remove(pending)
+        self._left.append((ticket.flow, ticket.name, had_turn))
         # The next in the queue may be waiting for this.
         self._wake.set()
         self._telemetry.waiting.set(len(self._queue))
-        self._telemetry.waits.labels(queued.tenant, queued.priority, outcome).inc()
-        self._telemetry.waited_seconds.observe(time.perf_counter() - queued.since_s)
+        priority, outcome = pending.request.priority, pending.outcome or ended
+        self._telemetry.waits.labels(pending.tenant, priority, outcome).inc()
+        self._telemetry.waited_seconds.observe(time.perf_counter() - pending.since_s)

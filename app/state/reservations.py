@@ -13,7 +13,7 @@ from typing import Any
 from app.core.errors import NamespaceMissing, WrongVersion
 from app.core.fetches import AHEAD_MS, Fetch
 from app.core.keys import DATA_VERSION, Keyspace
-from app.core.loads import Load, Refusal, Reservation, Snapshot, Wish
+from app.core.loads import Load, Refusal, Reservation, Snapshot
 from app.core.types import Incarnation, parse_incarnation
 from app.core.verdicts import MarksByWorker, parse_marks
 from app.state.columns import Columns, parse_load
@@ -58,13 +58,13 @@ def changes(keyspace: Keyspace, columns: Columns) -> Call[Snapshot | None]:
 
 def reserve(
     keyspace: Keyspace,
-    wishes: Sequence[Wish],
+    wanted: Sequence[Reservation],
     *,
     ttl_ms: int,
     prefill_ttl_ms: int | None = None,
     columns: Columns | None = None,
 ) -> Call[list[Refusal | None]]:
-    """Promises capacity to each wish in turn, unless its worker has changed; None: promised.
+    """Makes each reservation in turn, unless its worker has changed; None: made.
 
     A reservation ends after ttl_ms, and without a first token after prefill_ttl_ms and four times
     the worker's predicted queue, if that is earlier; None: after ttl_ms all the same. One that is
@@ -82,29 +82,28 @@ def reserve(
 
     args: list[int | str] = [ttl_ms, ttl_ms if prefill_ttl_ms is None else prefill_ttl_ms]
     args += (CARRIED_MS, known.ask())
-    for wish in wishes:
-        if wish.source:
-            args += _reserve_row(wish.source, "")
-        args += _reserve_row(wish, wish.reservation.request_id)
+    for one in wanted:
+        if one.source:
+            args += _reserve_row(one.source, "")
+        args += _reserve_row(one, one.request_id)
     return call("reserve", keyspace, *args, parse=parse)
 
 
-def _reserve_row(wish: Wish, request_id: str) -> ReserveRow:
-    reservation, fetch = wish.reservation, wish.reservation.fetch
+def _reserve_row(one: Reservation, request_id: str) -> ReserveRow:
     return ReserveRow(
-        inc=wish.incarnation,
+        inc=one.incarnation,
         request_id=request_id,
-        prefill_tokens=reservation.prefill_tokens,
-        prefill_us=reservation.prefill_us,
-        blocks=reservation.blocks,
-        attempt=reservation.attempt,
-        max_requests=wish.max_requests,
-        seen_total=-1 if wish.seen_total is None else wish.seen_total,
-        retry=int(reservation.retry),
-        carried=int(reservation.carried),
-        sending_ms=reservation.sending_ms,
-        receiving_ms=reservation.receiving_ms,
-        fetch="" if fetch is None else f"{reservation.lease_ms} {fetch.record()}",
+        prefill_tokens=one.prefill_tokens,
+        prefill_us=one.prefill_us,
+        blocks=one.blocks,
+        attempt=one.attempt,
+        max_requests=one.max_requests,
+        seen_total=-1 if one.seen_total is None else one.seen_total,
+        retry=int(one.retry),
+        carried=int(one.carried),
+        sending_ms=one.sending_ms,
+        receiving_ms=one.receiving_ms,
+        fetch="" if one.fetch is None else f"{one.lease_ms} {one.fetch.record()}",
     )
 
 

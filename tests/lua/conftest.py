@@ -8,7 +8,7 @@ import pytest
 from app.core.chains import GROUP_BLOCKS
 from app.core.failures import Counts, Failure
 from app.core.keys import Keyspace
-from app.core.loads import Load, Reservation, Wish
+from app.core.loads import Load, Reservation
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.state import index, leases, overlap, predictions, reservations, sessions, waiting
@@ -189,9 +189,11 @@ class Namespace:
         retry=False,
         source=None,
     ):
-        reservation = Reservation(request_id, tokens, us, blocks, attempt, retry)
-        wish = Wish(inc, reservation, max_requests, seen_total, source)
-        (refused,) = await self.reserve_all(wish, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
+        there = {"incarnation": inc, "max_requests": max_requests, "seen_total": seen_total}
+        promised = Reservation(
+            request_id, tokens, us, blocks, attempt, retry, **there, source=source
+        )
+        (refused,) = await self.reserve_all(promised, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused
 
     async def reserve_all(self, *wishes, ttl_ms=LONG_MS, prefill_ttl_ms=None):

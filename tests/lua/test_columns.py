@@ -279,7 +279,9 @@ async def test_a_refused_reservation_tells_what_changed_too(space):
     known = Counted()
     await look(space, known)
     await space.reserve(incs[1], "r1")
-    wish = reservations.Wish(incs[1], reservations.Reservation("r2", 9, 9, 9), 256, seen_total=0)
+    wish = reservations.Reservation(
+        "r2", 9, 9, 9, incarnation=incs[1], max_requests=256, seen_total=0
+    )
     call = reservations.reserve(space.keys, [wish], ttl_ms=60_000, columns=known)
     (refused,) = await space.do(call)
     assert refused is not None

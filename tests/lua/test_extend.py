@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.loads import Load, Reservation, Wish
+from app.core.loads import Load, Reservation
 from app.core.types import Incarnation
 from app.state import reservations
 from app.state.reservations import CARRIED_MS, Extension, ExtensionOutcome
@@ -57,8 +57,8 @@ async def test_what_expired_meanwhile_is_reserved_again(space, decoding):
 @pytest.mark.parametrize("state", ["computes", "computed", "hands on"])
 async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(space, state):
     inc, other = await space.worker("a"), await space.worker("b")
-    promised = Reservation("", 0 if state == "hands on" else 90, 4000, 7)
-    source = Wish(other, promised, 256, seen_total=None)
+    tokens = 0 if state == "hands on" else 90
+    source = Reservation("", tokens, 4000, 7, incarnation=other, max_requests=256)
     await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=500, source=source)
     if state == "computed":
         await space.prefill_complete("r1", 500, of_source=True)

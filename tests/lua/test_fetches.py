@@ -4,7 +4,7 @@ right."""
 import pytest
 
 from app.core.fetches import AHEAD_MS, Fetch
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.types import WorkerKey
 from app.state import reservations
 from tests.eventually import eventually
@@ -15,8 +15,9 @@ FETCH = Fetch(WorkerKey("p"), WorkerKey("d"), "500.5", "", 3, "7-f")
 async def split(space, lease_ms=60_000, attempt="7-f"):
     """A request whose prompt p computes, for d."""
     p, d = await space.worker("p"), await space.worker("d")
-    computing = Reservation("", 9, 9, 9, attempt, lease_ms=lease_ms, fetch=FETCH)
-    assert not await space.reserve(d, "r", attempt=attempt, source=Wish(p, computing, 8, None))
+    owes = {"lease_ms": lease_ms, "fetch": FETCH, "incarnation": p, "max_requests": 8}
+    computing = Reservation("", 9, 9, 9, attempt, **owes)
+    assert not await space.reserve(d, "r", attempt=attempt, source=computing)
 
 
 async def kept(space):
@@ -43,7 +44,7 @@ async def test_routers_hear_of_a_fetch_shortly_before_its_lease_may_end(space):
 
 async def test_nothing_is_noted_of_a_source_that_keeps_nothing_for_a_time(space):
     p, d = await space.worker("p"), await space.worker("d")
-    await space.reserve(d, "r", source=Wish(p, Reservation("", 9, 9, 9), 8, None))
+    await space.reserve(d, "r", source=Reservation("", 9, 9, 9, incarnation=p, max_requests=8))
     assert await kept(space) == []
 
 

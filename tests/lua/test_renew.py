@@ -7,7 +7,7 @@ import pytest
 from app.core import registration
 from app.core.errors import NamespaceMissing
 from app.core.keys import DATA_VERSION
-from app.core.loads import Load, Reservation, Wish
+from app.core.loads import Load, Reservation
 from app.core.roles import Role
 from app.core.types import Incarnation
 from app.state import leases
@@ -159,7 +159,9 @@ async def test_a_deleted_load_is_recounted(space):
 async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(space):
     a, b = await space.worker("a"), await space.worker("b")
     for name in ("lost", "held", "computed"):
-        await space.reserve(a, name, source=Wish(b, Reservation("", 90, 5000, 9), 8, None))
+        await space.reserve(
+            a, name, source=Reservation("", 90, 5000, 9, incarnation=b, max_requests=8)
+        )
     await space.prefill_complete("computed", of_source=True)
     for name in ("lost", "computed"):
         await space.redis.hdel(space.keys["reservations"], name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from app.core.loads import Load, Reservation, Wish
+from app.core.loads import Load, Reservation
 from app.core.types import Incarnation
 
 REQUESTS = [f"r{i}" for i in range(12)]
@@ -110,8 +110,8 @@ def some_of(inc, rng):
 
 
 def wish(source):
-    reservation = Reservation("", source.tokens, source.us, source.blocks)
-    return Wish(source.worker, reservation, MAX_REQUESTS, seen_total=None)
+    there = {"incarnation": source.worker, "max_requests": MAX_REQUESTS}
+    return Reservation("", source.tokens, source.us, source.blocks, **there)
 
 
 async def step(space, model, rng):

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from app.core.loads import ROUND, Load, Reservation, Wish
+from app.core.loads import ROUND, Load, Reservation
 from app.core.types import Incarnation
 from app.state import reservations
 from app.state.connect import connect
@@ -56,7 +56,7 @@ async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
 async def test_what_two_workers_promise_ends_at_one_time(space, of_source_us):
     """Else a source would be booked for nobody, or left out of what it computes."""
     a, b = await space.worker("a"), await space.worker("b")
-    source = Wish(b, Reservation("", 9, of_source_us, 9), 8, None)
+    source = Reservation("", 9, of_source_us, 9, incarnation=b, max_requests=8)
     await space.reserve(a, "r", us=20_000_000, source=source, prefill_ttl_ms=1000, ttl_ms=10**6)
     began_ms = await space.now_ms()
     ends_ms = await space.expires_ms("expiry", "r")
@@ -68,11 +68,10 @@ async def test_what_two_workers_promise_ends_at_one_time(space, of_source_us):
 
 async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(space):
     a, b = await space.worker("a"), await space.worker("b")
-    source = Reservation("r", prefill_tokens=0, prefill_us=0, blocks=9, sending_ms=30_000)
-    wish = Wish(b, source, 8, None)
+    source = Reservation("r", 0, 0, 9, sending_ms=30_000, incarnation=b, max_requests=8)
     before_ms = await space.now_ms()
     for name in ("r1", "r2"):
-        assert await space.reserve(a, name, source=wish) is None
+        assert await space.reserve(a, name, source=source) is None
     after_ms = await space.now_ms()
     loads = (await space.loads()).loads
     assert before_ms + 60_000 <= loads[b].sending_until_ms <= after_ms + 60_000
@@ -89,9 +88,10 @@ async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space
     inc = await space.worker("a")
     router = Load()
     for name, receiving_ms in (("r1", 30_000), ("r2", 20_000), ("r3", 0)):
-        fetching = Reservation(name, 1, 1, 1, receiving_ms=receiving_ms)
+        there = {"receiving_ms": receiving_ms, "incarnation": inc, "max_requests": 8}
+        fetching = Reservation(name, 1, 1, 1, **there)
         before_ms = await space.now_ms()
-        assert await space.reserve_all(Wish(inc, fetching, 8, None)) == [None]
+        assert await space.reserve_all(fetching) == [None]
         router.add(fetching, await space.now_ms(), 0)
         if name == "r1":
             earliest_ms = before_ms + 30_000
@@ -285,7 +285,7 @@ async def test_a_request_gives_back_two_expired_reservations_at_most(space):
     await space.redis.zadd(space.key("expiry"), dict.fromkeys(ids, 1))
     assert await space.reserve(inc, "new") is None
     assert (await space.load(inc)).requests == 6 - 2 + 1
-    wishes = [Wish(inc, Reservation(f"new{i}", 1, 1, 1), 256, None) for i in range(2)]
+    wishes = [Reservation(f"new{i}", 1, 1, 1, incarnation=inc, max_requests=256) for i in range(2)]
     assert await space.reserve_all(*wishes) == [None, None]
     assert (await space.load(inc)).requests == 1 + 2
 
@@ -385,8 +385,8 @@ async def race(server, space, inc, *, max_requests, seen_total):
 
 
 def wish(inc, request_id, max_requests=256, seen_total=None):
-    reservation = Reservation(request_id, prefill_tokens=100, prefill_us=5000, blocks=7)
-    return Wish(inc, reservation, max_requests, seen_total)
+    there = {"incarnation": inc, "max_requests": max_requests, "seen_total": seen_total}
+    return Reservation(request_id, 100, 5000, 7, **there)
 
 
 async def test_requests_with_one_id_have_a_reservation_each(space):

@@ -1,6 +1,6 @@
 import pytest
 
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from tests.lua.conftest import A
 
 
@@ -37,7 +37,9 @@ async def test_a_retired_worker_s_reservations_are_dropped(space):
 @pytest.mark.parametrize("how", ["stop", "lapse", "replace"])
 async def test_what_sources_owe_ends_with_the_targets_that_end(space, how):
     a, b = await space.worker("a"), await space.worker("b")
-    source = Wish(b, Reservation("", prefill_tokens=90, prefill_us=9_000_000, blocks=9), 8, None)
+    source = Reservation(
+        "", prefill_tokens=90, prefill_us=9_000_000, blocks=9, incarnation=b, max_requests=8
+    )
     await space.reserve(a, "r1", source=source)
     await space.reserve(a, "computed", source=source)
     await space.prefill_complete("computed", of_source=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.state import leases
 from tests.lua.conftest import LONG_MS, NO_LOAD, A
 
@@ -62,7 +62,10 @@ async def test_a_step_retires_no_more_once_it_has_dropped_hundreds_of_requests(s
     for worker in "abc":
         inc = await space.worker(worker)
         await space.reserve_all(
-            *(Wish(inc, Reservation(f"{worker}{i}", 1, 1, 1), 256, None) for i in range(256))
+            *(
+                Reservation(f"{worker}{i}", 1, 1, 1, incarnation=inc, max_requests=256)
+                for i in range(256)
+            )
         )
         await space.renew(inc, ttl_ms=1)
     await space.until_lease_lapses(inc)

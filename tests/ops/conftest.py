@@ -10,7 +10,7 @@ from redis import Redis
 from app.cli import main
 from app.core.chains import GROUP_BLOCKS
 from app.core.hashing import compute_hashes
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.types import Tier
 from app.state import reservations
 from app.state.connect import connect
@@ -33,9 +33,8 @@ def url(one_redis_server):
             await workers.register("w2:1")
             await workers.publish("w1", PROMPT)
             await workers.publish("w2:1", PROMPT[:40], Tier.HOST)
-            reservation = Reservation("req-7", prefill_tokens=100, prefill_us=5000, blocks=7)
-            wish = Wish(first, reservation, max_requests=256, seen_total=None)
-            made = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+            promised = Reservation("req-7", 100, 5000, 7, incarnation=first, max_requests=256)
+            made = reservations.reserve(KEYS, [promised], ttl_ms=60_000)
             assert await ScriptRunner(redis, 5).one(made) == [None]
 
     asyncio.run(fill())

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from app.core.keys import MODELS
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.settings.planner import PlannerSettings
@@ -161,7 +161,7 @@ async def test_a_fleet_grows_to_its_minimum_and_with_its_queues_and_shrinks_when
         assert 0 < orjson.loads(recorded)["startup_s"] < USUAL_STARTUP_S
         await eventually(lambda: reasons(redis), lambda seen: "at_budget" in seen)
         for wish in wishes:
-            await release(agents.runner, wish.reservation.request_id)
+            await release(agents.runner, wish.request_id)
         await eventually(lambda: workers(redis), lambda seen: len(seen) == 1)
         assert "low_load" in await reasons(redis)
     assert len([order for order in agents.orders if order.startswith("remove")]) == 2
@@ -240,8 +240,7 @@ async def incarnations(redis):
 
 
 def wish_for(request_id, inc):
-    held = Reservation(request_id, prefill_tokens=100, prefill_us=60_000_000, blocks=3)
-    return Wish(inc, held, max_requests=256, seen_total=None)
+    return Reservation(request_id, 100, 60_000_000, 3, incarnation=inc, max_requests=256)
 
 
 async def release(runner, request_id):

@@ -66,11 +66,11 @@ def worker(planned):
 def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserved():
     """Of 100 tokens, 7 blocks, b holds 3 blocks: 52 tokens are left, 52 ms."""
     planned = plan(query({TWO: TierOverlap(2, 1)}), view_of(Load(total=5), Load(total=8)))
-    assert (worker(planned), planned.position, planned.wish.incarnation) == ("b", 1, TWO)
-    reserved = planned.wish.reservation
+    assert (worker(planned), planned.position, planned.reservation.incarnation) == ("b", 1, TWO)
+    reserved = planned.reservation
     assert (reserved.prefill_tokens, reserved.prefill_us, reserved.blocks) == (52, 52_000, 7)
     assert (reserved.request_id, reserved.attempt) == ("r1", "1000-aa")
-    assert planned.wish.seen_total == 8
+    assert planned.reservation.seen_total == 8
     decision = planned.decision
     assert (decision.isl_tokens, decision.isl_blocks, decision.overlap.total) == (100, 7, 3)
     assert (decision.locality, decision.best) == (Locality.KEPT, Best("b:0", 3))
@@ -79,7 +79,7 @@ def test_the_worker_that_holds_the_prompt_is_chosen_and_only_the_rest_is_reserve
 
 def test_a_fully_cached_prompt_still_reserves_the_token_that_engines_compute():
     planned = plan(query({ONE: TierOverlap(6)}, tokens=96), view_of(Load()))
-    assert planned.wish.reservation.prefill_tokens == 1
+    assert planned.reservation.prefill_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer():
     costs = planned.decision.costs_by_kind
     assert costs[TransferKind.SPLIT] == pytest.approx(2 * 0.96 + 0.002 + 0.096 + 0.001)
     assert costs[TransferKind.LOCAL] == pytest.approx(2 * 0.96 + 8 * 0.05 * 0.96)
-    mine, its = planned.wish.reservation, planned.wish.source
+    mine, its = planned.reservation, planned.reservation.source
     assert its is not None
     assert (mine.prefill_tokens, mine.blocks, mine.prefill_us) == (1, 60, 1000)
     assert (its.incarnation, its.reservation.prefill_tokens, its.reservation.blocks) == (
@@ -133,9 +133,9 @@ def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(owner, w
     planned = plan(query({ONE: TierOverlap(59)}, **LONG), view)
     assert route(planned) == expected
     if expected[2] == "fetch":
-        its = planned.wish.source
+        its = planned.reservation.source
         assert its is not None
-        assert planned.wish.reservation.prefill_tokens == 16
+        assert planned.reservation.prefill_tokens == 16
         assert (its.reservation.prefill_tokens, its.reservation.blocks) == (0, 59)
         planned.count()
         assert planned.view.loads[0] == replace(owner, blocks=59, total=1)
@@ -174,10 +174,10 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it():
         planned = plan(asked, view)
         assert route(planned)[2] == kind
         if published:
-            its = planned.wish.source
+            its = planned.reservation.source
             assert its is not None
             assert (its.reservation.blocks, planned.decision.overlap.device) == (40, 40)
-            assert planned.wish.reservation.prefill_tokens == 20 * 16
+            assert planned.reservation.prefill_tokens == 20 * 16
 
 
 def test_a_prefix_on_its_way_is_waited_for_and_not_fetched_again():
@@ -279,7 +279,7 @@ def test_no_pair_is_cheaper_than_the_chosen_route(seed, way):
     overlaps = {inc: TierOverlap(int(rng.integers(0, 60))) for inc in (ONE, TWO, THREE)}
     view = fleet(*infos, loads=loads, speed=speed)
     planned = plan(query(overlaps, explain=True, **LONG), view)
-    assert planned.wish == plan(query(overlaps, **LONG), view).wish
+    assert planned.reservation == plan(query(overlaps, **LONG), view).reservation
     local = planned.decision.candidates
     terms = [candidate.terms for candidate in local]
     splits, fetches = [], []

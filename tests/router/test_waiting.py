@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from app.core.errors import AllWorkersBusy, NoWorkers
 from app.core.settings.kinds import PRIORITY_SHARES
-from app.policy.decision import Query, RouteRequest
+from app.policy.decision import RouteRequest
 from app.router import waiting
-from app.router.pending import Pending, QueuePlace
-from app.router.wait_queue import WaitQueue
+from app.router.pending import Pending, WaitQueue
 from app.state import waiting as state_of_waiting
 from app.state.connect import connect
 from tests.eventually import eventually
@@ -585,9 +584,8 @@ def queued(flow, number, weight):
     ticket = state_of_waiting.ticket(
         flow, "x", number, tokens=1, weight=weight, picky=False, since_ms=number
     )
-    answer = None
-    pending = Pending(Query(request(str(number)), "a"), answer)
-    return QueuePlace(pending, ticket, weight, flow, "normal", float(number))
+    waits = {"ticket": ticket, "weight": weight, "tenant": flow, "since_s": float(number)}
+    return Pending(request(str(number)), "a", answer=None, **waits)
 
 
 FLOWS = {"a": 1.0, "b": 1.0, "c": 4.0, "d": 0.25}
@@ -635,7 +633,7 @@ def test_a_higher_priority_has_a_larger_share():
 
 def of_holder(holder, flow, number):
     one = queued(flow, number, 1.0)
-    one.pending.request.holder = holder
+    one.request.holder = holder
     return one
 
 
@@ -646,10 +644,10 @@ def test_who_names_many_tenants_takes_no_places_from_other_callers():
     for number in range(30, 35):
         gone = queue.enter(of_holder("b", "b", number))
         assert gone is not None
-        assert gone.holder == "a"
+        assert gone.request.holder == "a"
     gone = queue.enter(of_holder("b", "b", 35))
     assert gone is not None
-    assert gone.pending.request.request_id == "35"
+    assert gone.request.request_id == "35"
     assert len(queue) == 10
 
 
@@ -660,4 +658,4 @@ def test_of_a_callers_flows_the_one_with_most_makes_room():
     queue.enter(of_holder("b", "p", 5))
     gone = queue.enter(of_holder("b", "p", 6))
     assert gone is not None
-    assert (gone.holder, gone.pending.request.request_id) == ("a", "3")
+    assert (gone.request.holder, gone.request.request_id) == ("a", "3")

@@ -5,7 +5,7 @@ import pytest
 
 from app.core.errors import RedisFull, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.types import Incarnation, SequenceHash, Tier, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.http.server import listen
@@ -25,11 +25,13 @@ REGISTER = leases.register(
 )
 ACTIVATE = leases.activate(KEYS, WorkerKey("a"), Incarnation(1), "nonce")
 LOADS = reservations.loads(KEYS)
-WISH = Wish(
-    Incarnation(1),
-    Reservation("r1", prefill_tokens=100, prefill_us=5000, blocks=7),
+WISH = Reservation(
+    "r1",
+    prefill_tokens=100,
+    prefill_us=5000,
+    blocks=7,
+    incarnation=Incarnation(1),
     max_requests=256,
-    seen_total=None,
 )
 RESERVE = reservations.reserve(KEYS, [WISH], ttl_ms=60_000)
 BLOCK = SequenceHash(7)

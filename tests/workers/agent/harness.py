@@ -5,7 +5,7 @@ import asyncio
 from app.core import registration
 from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.keys import Keyspace
-from app.core.loads import Reservation, Wish
+from app.core.loads import Reservation
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.state import leases, reservations
@@ -102,9 +102,9 @@ class Observer:
         await eventually(retired)
 
     async def reserve(self, incarnation, request_id):
-        reservation = Reservation(request_id, prefill_tokens=100, prefill_us=8500, blocks=7)
-        wish = Wish(incarnation, reservation, max_requests=256, seen_total=0)
-        reserve = reservations.reserve(KEYS, [wish], ttl_ms=60_000)
+        there = {"incarnation": incarnation, "max_requests": 256, "seen_total": 0}
+        promised = Reservation(request_id, 100, 8500, 7, **there)
+        reserve = reservations.reserve(KEYS, [promised], ttl_ms=60_000)
         assert await self.runner.one(reserve) == [None]
 
 
