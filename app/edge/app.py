@@ -51,11 +51,10 @@ from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
 from app.router.limiter import Limiter
-from app.router.metrics import Telemetry
-from app.router.pulse import Pulse
+from app.router.metrics import Pulse, Telemetry
+from app.router.replica import UsageTally
 from app.router.router import Router
 from app.router.routers import Routers
-from app.router.tally import UsageTally
 from app.router.vouching import Signs
 from app.state.client import RedisClient
 from app.state.connect import connect, connected

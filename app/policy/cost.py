@@ -6,14 +6,12 @@ that the policy rules the worker out. The terms of a cost always add up to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-
-from app.policy.priority import weighed
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -43,6 +41,21 @@ their caches are full."""
 CHANCES_APART = 20.0
 SLOWER = 4.0
 """At most so many prefills, times how much slower the other worker is, may be added for that."""
+WAIT_WEIGHTS = {"high": 2.0, "normal": 1.0, "low": 0.25}
+"""Weight of the request's own wait."""
+BLOCKING_OF_LOW = 4.0
+CROWDED_S = 2.0
+"""A queue of so many seconds keeps others away by a factor of e."""
+IN_FLIGHT_TOKENS = 4096
+"""What a worker lacks of a prompt counts as on its way if it is so many tokens: less is computed
+before others have heard of it."""
+COMPUTED_WAIT = 1.5
+"""Of the queue, which counts once for itself. With 1, crowds wait where they could compute; with 2,
+those that begin alike are computed everywhere (see experiments.md)."""
+COMPUTING_WEIGHT = 2.0
+"""Of what a prompt takes, for itself and for those behind it."""
+COMPUTING = "computing_s"
+"""The term."""
 
 
 @dataclass(slots=True)
@@ -157,8 +170,7 @@ CostFunction = Callable[[Candidates, RequestSize], Costs]
 def latency(candidates: Candidates, size: RequestSize) -> Costs:
     """Predicted seconds that the request costs itself and the others on each worker.
 
-    A request of high or low priority weighs queue_s and blocking_s otherwise: see
-    app/policy/priority.py.
+    A request of high or low priority weighs queue_s and blocking_s otherwise: see `weighed`.
 
     queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
                     longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
@@ -236,6 +248,44 @@ def sharing(candidates: Candidates, size: RequestSize) -> Costs:
     growing = prefill + terms["blocking_s"] + terms["interference_s"] + terms["eviction_s"]
     saved = (np.minimum(left, 1.0) - 1.0) * growing
     return Costs(costs.cost + saved, terms | {SHARED_TERM: saved})
+
+
+def awaiting(cost: CostFunction, places: Sequence[int], published: Floats) -> CostFunction:
+    """`cost`, in seconds, and what the workers at `places` have to compute before, where they do
+    not fetch it: the price of that has its own wait. At most what it saves to wait.
+
+    published: leading blocks that each has on its device by now, (workers,).
+    """
+
+    def priced(candidates: Candidates, size: RequestSize) -> Costs:
+        costs = cost(candidates, size)
+        alone = replace(candidates, overlap_device=published)
+        saved = COMPUTING_WEIGHT * (predicted_prefill_s(alone, size) - costs.terms["prefill_s"])
+        wait = np.zeros_like(saved)
+        for place in places:
+            if not candidates.receiving_s[place]:
+                wait[place] = min(COMPUTED_WAIT * candidates.prefill_s[place], saved[place])
+        return Costs(costs.cost + wait, costs.terms | {COMPUTING: wait})
+
+    return priced
+
+
+def weighed(
+    priority: str,
+    felt_s: Floats,
+    blocking_s: Floats,
+    queue_s: Floats,
+) -> tuple[Floats, Floats]:
+    """The price of the wait, and that of keeping others waiting, (workers,) each.
+
+    felt_s, blocking_s: those of a request of normal priority. One of low priority pays several
+    times for keeping others waiting, but little where a queue is so long that they go elsewhere: so
+    jobs gather on workers that are busy with jobs, and leave the rest to others.
+    """
+    felt_s = WAIT_WEIGHTS[priority] * felt_s
+    if priority == "low":
+        blocking_s = BLOCKING_OF_LOW * blocking_s * np.exp(queue_s / -CROWDED_S)
+    return felt_s, blocking_s
 
 
 def _sum(terms: Mapping[str, Floats]) -> Floats:

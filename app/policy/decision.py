@@ -13,7 +13,7 @@ from app.core.trust import Trust
 from app.core.types import Incarnation, SequenceHash, TierOverlap
 from app.core.verdicts import CALLER, LACKS
 from app.core.worker_report import WorkerInfo
-from app.policy.in_flight import IN_FLIGHT_TOKENS
+from app.policy.cost import IN_FLIGHT_TOKENS
 from app.policy.locality import Best, Locality
 from app.policy.transfer import TransferKind
 

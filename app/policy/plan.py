@@ -29,12 +29,12 @@ from app.policy.cost import (
     Costs,
     Floats,
     RequestSize,
+    awaiting,
     predicted_prefill_s,
     sharing,
 )
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
 from app.policy.health import avoided, avoiding, late, unheard, without_avoided
-from app.policy.in_flight import awaiting
 from app.policy.kv_lease import counts_leases
 from app.policy.locality import Best, Locality, locality_of
 from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, sampled

@@ -19,6 +19,7 @@ from app.core.types import SequenceHash, TierOverlap
 from app.policy.affinity import Affinity, discounted
 from app.policy.cost import (
     AWAY_TERM,
+    COMPUTING,
     FAILED_TERM,
     LATE_TERM,
     POLICIES,
@@ -29,7 +30,6 @@ from app.policy.cost import (
     Floats,
     RequestSize,
 )
-from app.policy.in_flight import COMPUTING
 from app.policy.locality import Best, Locality
 
 ROWS = tuple(f.name for f in fields(Candidates))

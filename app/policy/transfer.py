@@ -8,7 +8,7 @@ three have one price, in the seconds of `app.policy.cost.latency`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -19,7 +19,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.roles import Role
-from app.core.worker_report import WorkerInfo
+from app.core.worker_report import UNKNOWN, WorkerInfo
 from app.policy.cost import (
     AWAY_TERM,
     FAILED_TERM,
@@ -32,7 +32,6 @@ from app.policy.cost import (
     least,
     predicted_prefill_s,
 )
-from app.policy.pairing import group_of
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
@@ -50,6 +49,49 @@ class TransferKind(StrEnum):
     """The source computes what it lacks, and the target fetches what it lacks."""
     FETCH = "fetch"
     """The target fetches what the source holds, and computes the rest."""
+
+
+class KvGroup(NamedTuple):
+    """Whose members may use each other's KV."""
+
+    protocol: str
+    fingerprint: tuple[str, ...]
+    name: str
+    """That operators gave it."""
+    revision: str
+    """Of its engines."""
+
+
+def group_of(info: WorkerInfo) -> KvGroup | None:
+    """None: it is in none, as it hands on nothing, or its engine does not tell what that is."""
+    if not info.kv_transfer or (unknown_of(info) and not info.kv_compatible):
+        return None
+    return KvGroup(info.kv_transfer, info.kv_fingerprint, info.kv_compatible, info.revision)
+
+
+def unknown_of(info: WorkerInfo) -> list[str]:
+    """What decides, and its engine does not tell."""
+    if not info.kv_fingerprint:
+        return ["fingerprint"]
+    return [name for name, value in _facts(info) if value == UNKNOWN]
+
+
+def differences(infos: Sequence[WorkerInfo]) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """What is not equal in all of them: its name, and who has which value."""
+    names = dict.fromkeys(name for info in infos for name, _ in _facts(info))
+    told = [(str(info.key), dict(_facts(info))) for info in infos]
+    for name in names:
+        values: dict[str, list[str]] = {}
+        for key, facts in told:
+            values.setdefault(facts.get(name, UNKNOWN), []).append(key)
+        if len(values) > 1:
+            yield name, values
+
+
+def _facts(info: WorkerInfo) -> Iterable[tuple[str, str]]:
+    told = [one.partition("=") for one in info.kv_fingerprint]
+    given = [("kv-compatible", info.kv_compatible), ("revision", info.revision)]
+    return [*((name, value) for name, _, value in told), *given]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +125,7 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
     """None: every worker does both, and no KV can travel between any two.
 
     KV travels between workers of one protocol, the first that any of them names, and
-    within groups of `app.policy.pairing`.
+    within groups of `group_of`.
     """
     protocol = next((info.kv_transfer for info in infos if info.kv_transfer), "")
     roles = [info.role for info in infos]

@@ -25,6 +25,7 @@ from app.core.errors import (
 from app.core.fetches import AHEAD_MS, Fetch
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.loads import Snapshot
+from app.core.roles import Role
 from app.core.types import Incarnation, WorkerKey
 from app.core.verdicts import FAILED, Mark, Marks, MarksByWorker
 from app.core.worker_report import WorkerInfo
@@ -37,7 +38,6 @@ from app.policy.kv_lease import (
 )
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
-from app.router import sleep
 from app.router.measurements import Measurements
 from app.state.connect import deadline
 
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
 """Between two answers of Redis, at most."""
+TAKE_OVER_MS = 30_000
+"""Another planner follows one that is gone within that time."""
 UNHEARD = "may hold KV that is not its prompt's: the source that can tell is not heard of"
 RECOVERY_S = 5.0
 """How long recovery may take after Redis was unreachable or emptied. Agents renew or register a
@@ -219,13 +221,15 @@ class Fleet:
     @property
     def wakes(self) -> bool:
         """Whether a planner starts a worker for requests that find none."""
-        return sleep.wakes(self.wakes_until_ms, self.redis_now_ms)
+        return (self.redis_now_ms or 0) < self.wakes_until_ms + TAKE_OVER_MS
 
     @property
     def sleeps(self) -> bool:
         """Whether, when Redis was last asked, there was no worker that decodes, and one will come
         if a request waits."""
-        return self.wakes and self.last_view is not None and sleep.sleeps(self.last_view)
+        if self.last_view is None or not self.wakes:
+            return False
+        return all(info.role is Role.PREFILL for info in self.last_view.infos)
 
     @property
     def redis_now_ms(self) -> int | None:

@@ -21,8 +21,8 @@ from app.core.pace import Pace
 from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
+from app.policy.cost import IN_FLIGHT_TOKENS
 from app.policy.decision import Query, RouteRequest, alike_of
-from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.policy.plan import Plan
 from app.router.replica import Replica
 from app.state import decisions, in_flight, predictions, sessions

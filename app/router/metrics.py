@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 
@@ -31,6 +34,10 @@ from app.router.reuse import Reuse
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WAITED_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
+
+LOOK_EVERY_S = 0.05
+LOOKS = 100
+"""Those of five seconds, of which nine in ten are less late than is told."""
 
 
 def _of_worker(name: str, help_text: str) -> Family:
@@ -325,6 +332,29 @@ class Telemetry(Table):
             for what in ("isl", "overlap"):
                 self.worker_blocks.remove(gone, what)
             del self._counted[gone]
+
+
+class Pulse:
+    """Measures while `run` runs. What waits for the loop, or for the CPU, is in no other metric:
+    they all begin once the loop has come to a request."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        loop = asyncio.get_running_loop()
+        late = deque[float](maxlen=LOOKS)
+        cpu = deque([(loop.time(), time.process_time())], maxlen=LOOKS)
+        while True:
+            # At odd times, as quotas of CPU come at even ones.
+            due_s = loop.time() + random.uniform(0.5, 1.5) * LOOK_EVERY_S
+            await asyncio.sleep(due_s - loop.time())
+            now_s = loop.time()
+            late.append(max(0.0, now_s - due_s))
+            cpu.append((now_s, time.process_time()))
+            self._telemetry.loop_late_s.set(sorted(late)[9 * len(late) // 10])
+            self._telemetry.cpu.set((cpu[-1][1] - cpu[0][1]) / (now_s - cpu[0][0]))
 
 
 async def text_of(own: Telemetry, others: Mapping[str, Telemetry]) -> bytes:

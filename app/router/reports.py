@@ -21,8 +21,7 @@ from app.policy.kv_lease import kept_s
 from app.router.carried import Carried
 from app.router.history import History
 from app.router.maintenance import Maintenance
-from app.router.replica import Replica
-from app.router.tally import EVERY_S
+from app.router.replica import EVERY_S, Replica
 from app.state import reservations
 from app.state.reservations import Extension, ExtensionOutcome, PrefillComplete, Release
 from app.state.scripts import Call

@@ -34,19 +34,15 @@ from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
 from app.router.fleet import Fleet
 from app.router.history import History
-from app.router.known_chains import KnownChains
 from app.router.learned import LearnedWorkers
 from app.router.limiter import Limiter
-from app.router.lookup import LookUp
+from app.router.lookup import LookUp, Recent
 from app.router.maintenance import Maintenance
 from app.router.metrics import Telemetry
 from app.router.pending import Pending
-from app.router.prompt import Prompt
-from app.router.recent import Recent
-from app.router.replica import Replica
+from app.router.prompt import KnownChains, Prompt
+from app.router.replica import Replica, UsageTally
 from app.router.reports import Reports
-from app.router.sleep import waking
-from app.router.tally import UsageTally
 from app.router.vouching import Signs, Vouching
 from app.router.waiting import Waiting
 from app.state import leases, reservations
@@ -235,7 +231,13 @@ class Router:
         too many wait, and RouterOverloaded."""
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("", "")
-        request = waking(asks, self._policy, tag)
+        request = RouteRequest(
+            *(f"wake-{tag}", [], 1, self._policy),
+            reserve=False,
+            tenant=asks.tenant,
+            priority=asks.priority,
+            holder=asks.holder,
+        )
         pending = Pending(request, tag, answer=answer, for_any=True)
         try:
             await self._decided(pending)

@@ -14,14 +14,15 @@ from app.core.loads import Load, Reservation
 from app.core.roles import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import (
+    IN_FLIGHT_TOKENS,
     POLICIES,
     Candidates,
     Floats,
     RequestSize,
+    awaiting,
     predicted_prefill_s,
     sharing,
 )
-from app.policy.in_flight import IN_FLIGHT_TOKENS, awaiting
 from app.policy.transfer import (
     OWN_TRANSFER,
     Demand,

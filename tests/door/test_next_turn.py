@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 
-from app.router import recent
+from app.router import lookup
 from tests.door.conftest import completing, replica, until_serving
 
 TOKENS = 2048
@@ -17,7 +17,7 @@ TOKENS = 2048
 async def test_a_prompt_just_answered_is_held_by_its_worker_though_no_event_has_come(
     one_redis_server, redis, monkeypatch, status, kept_s, shown
 ):
-    monkeypatch.setattr(recent, "KEPT_S", kept_s)
+    monkeypatch.setattr(lookup, "KEPT_S", kept_s)
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 1}
 
     async def complete(request):

@@ -17,8 +17,8 @@ from app.core.settings.router import RouterSettings
 from app.core.trust import Rung, Trust
 from app.core.types import SequenceHash
 from app.local.redis_server import LOOPBACK, EmbeddedRedis
+from app.policy.cost import IN_FLIGHT_TOKENS
 from app.policy.decision import RouteRequest
-from app.policy.in_flight import IN_FLIGHT_TOKENS
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
 from app.router.router import Router

@@ -1,8 +1,7 @@
 import numpy as np
 from numpy.testing import assert_allclose
 
-from app.policy.cost import RequestSize, latency
-from app.policy.in_flight import COMPUTING, awaiting
+from app.policy.cost import COMPUTING, RequestSize, awaiting, latency
 from tests.policy.test_cost import ROUND_SPEED, candidates
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)

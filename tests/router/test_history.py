@@ -11,8 +11,7 @@ from app.router.fleet import Fleet
 from app.router.history import MAX_UNWRITTEN, History
 from app.router.limiter import Limiter
 from app.router.metrics import Telemetry
-from app.router.replica import Replica
-from app.router.tally import UsageTally
+from app.router.replica import Replica, UsageTally
 from app.state.connect import connect
 from app.state.decisions import FIELD, MAX_WRITTEN
 from app.state.scripts import ScriptRunner

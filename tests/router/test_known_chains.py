@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from app.core.hashing import compute_hashes, compute_local_hashes, seed_for
-from app.router import known_chains
 from app.router import prompt as prompt_module
-from app.router.known_chains import KnownChains, marked
-from app.router.prompt import Prompt
+from app.router.prompt import KnownChains, Prompt, marked
 
 BLOCK = 4
-MARK = known_chains.BLOCKS_PER_MARK
+MARK = prompt_module.BLOCKS_PER_MARK
 
 
 def packed(tokens):
@@ -60,7 +58,7 @@ async def test_a_colliding_digest_gives_nobody_the_chain_of_another(monkeypatch)
         def intdigest(self):
             return 1
 
-    monkeypatch.setattr(known_chains, "xxh3_64", Colliding)
+    monkeypatch.setattr(prompt_module, "xxh3_64", Colliding)
     known = KnownChains()
     for tokens in (list(range(BLOCK * MARK)), list(range(1, BLOCK * MARK + 1))):
         chain = await Prompt(len(tokens), packed(tokens)).chain(BLOCK, known)
@@ -68,8 +66,8 @@ async def test_a_colliding_digest_gives_nobody_the_chain_of_another(monkeypatch)
 
 
 async def test_what_is_kept_is_bounded_and_the_latest_used_stays(monkeypatch):
-    one = 4 * BLOCK * MARK + known_chains.BYTES_PER_HASH * MARK
-    monkeypatch.setattr(known_chains, "MAX_BYTES", 10 * one)
+    one = 4 * BLOCK * MARK + prompt_module.BYTES_PER_HASH * MARK
+    monkeypatch.setattr(prompt_module, "MAX_BYTES", 10 * one)
     known = KnownChains()
 
     async def is_known(first):
@@ -87,7 +85,7 @@ async def test_what_is_kept_is_bounded_and_the_latest_used_stays(monkeypatch):
 
 
 async def test_a_prompt_that_would_displace_all_others_is_not_kept(monkeypatch):
-    monkeypatch.setattr(known_chains, "MAX_BYTES", 8000)
+    monkeypatch.setattr(prompt_module, "MAX_BYTES", 8000)
     known, tokens = KnownChains(), list(range(BLOCK * MARK))
     raw = packed(tokens)
     await Prompt(len(tokens), raw).chain(BLOCK, known)

@@ -15,8 +15,7 @@ from app.router.history import History
 from app.router.limiter import Limiter
 from app.router.maintenance import RETIRE_GRACE_MS, Maintenance
 from app.router.metrics import Telemetry
-from app.router.replica import Replica
-from app.router.tally import UsageTally
+from app.router.replica import Replica, UsageTally
 from app.state import reservations
 from app.state.connect import connect
 from app.state.predictions import PredictionSettings, predict, predicted

@@ -1,7 +1,7 @@
 """What workers hold that have just answered, before the index is told: chains A B C D of blocks."""
 
 from app.core.types import Incarnation, SequenceHash, TierOverlap
-from app.router.recent import KEPT_S, MAX_KEPT, Recent
+from app.router.lookup import KEPT_S, MAX_KEPT, Recent
 
 ONE, OTHER = Incarnation(1), Incarnation(2)
 
