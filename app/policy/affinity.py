@@ -17,11 +17,11 @@ from app.policy.cost import Candidates, CostFunction, Costs, RequestSize, predic
 
 
 class Affinity(Struct, frozen=True, omit_defaults=True):
-    """position: the worker that a session last went to, by its index in the candidates.
+    """A session's worker, and how much of a prompt that worker may hold beyond what is known.
 
-    fraction: 0-1; the share of what the worker lacks of the prompt that is assumed to be there all
-    the same. max_queue_s: with a longer queue of prefills, the worker gets no discount; None: the
-    queue does not matter.
+    position: the worker's index in the candidates. fraction: 0-1; the share of what the worker
+    lacks that the price assumes to be there. max_queue_s: with a longer queue of prefills the
+    worker gets no discount; None: the queue does not matter.
     """
 
     position: int
@@ -30,12 +30,12 @@ class Affinity(Struct, frozen=True, omit_defaults=True):
 
 
 def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
-    """`cost` with a term `affinity`, never above 0: what the credit saves by the policy's account.
+    """Returns `cost` with a term `affinity`, never above 0: what the assumed blocks save.
 
-    The discount is thus in the policy's own terms, zero where a policy ignores the cache. What the
-    worker got lately does not count against it: that is what the session sent there. A worker gets
-    none if its queue is longer than the shortest by more time than the prefill would save, however
-    the policy treats queues.
+    The discount is in the policy's own terms, and 0 where a policy ignores the cache. What was
+    routed to the worker lately does not count against it, as that is what the session sent. The
+    worker gets no discount if its queue exceeds the shortest one by more seconds than the prefill
+    would save.
     """
 
     def discounted_cost(candidates: Candidates, size: RequestSize) -> Costs:
@@ -51,7 +51,7 @@ def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
 
 
 def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> Candidates:
-    """The candidates as if the worker held more of the prompt."""
+    """Returns the candidates as if the session's worker held more of the prompt."""
     at = affinity.position
     lacking = size.isl_tokens / size.block_size - candidates.overlap[at]
     device = candidates.overlap_device.copy()

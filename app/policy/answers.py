@@ -1,5 +1,5 @@
-"""What answers teach of a worker whose engine tells nothing: how much of what was routed there it
-keeps, and how fast it is."""
+"""Figures learned from the answers of an engine that tells nothing of itself: how much of what was
+routed there it keeps, and how fast it is."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 FADES = 0.98
 """Weight of an answer relative to the next one: it halves after 34."""
 ENOUGH = 5
-"""Answers, before any counts."""
+"""Answers that a figure is learned from, before it counts."""
 LEAST_KEPT = 0.02
-"""What is kept is asked for again now and then, so that it can be seen to grow."""
+"""Blocks are still asked for now and then with this share, so that a growing cache is seen."""
 QUEUED = 0.1
 """An answer tells nothing of the speed of prefills if more than this share of the time to its first
 token was predicted to be spent behind others."""
 STEP_S = 0.02
-"""Of an engine with DEFAULT_SPEED, where few requests decode."""
+"""Seconds between tokens of an engine with DEFAULT_SPEED that decodes few requests."""
 LEAST_SCALE, LARGEST_SCALE = 1e-3, 1e3
 
 
 @dataclass(slots=True)
 class Answer:
-    """prompt_tokens, cached_tokens, output_tokens: as its engine says; None: it does not.
-    first_token_s: from the decision on; 0: nobody saw it. rest_s: from then to the end."""
+    """One answer of an engine.
+
+    prompt_tokens, cached_tokens, output_tokens: as the engine says; None: it does not say.
+    first_token_s: from the decision to the first token; 0: nobody saw it. rest_s: from then to the
+    end.
+    """
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -35,7 +39,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Ratio:
-    """Of two sums, in which what was added long ago counts less."""
+    """A ratio of two sums in which older addends count less."""
 
     of: float = 0.0
     to: float = 0.0
@@ -47,20 +51,20 @@ class _Ratio:
 
     @property
     def value(self) -> float | None:
-        """None: not enough is known."""
         return self.of / self.to if self.number >= ENOUGH and self.to > 0 else None
 
 
 class Answers:
-    """Of one worker."""
-
     def __init__(self) -> None:
         self._kept, self._prefill = _Ratio(), _Ratio()
         self._gap, self._output, self._new = _Ratio(), _Ratio(), _Ratio()
 
     def add(self, answer: Answer, predicted_tokens: int, queue_s: float) -> None:
-        """predicted_tokens: of the prompt, that were predicted to be cached, as far as `kept`
-        then said. queue_s: of prefills that it was predicted to find."""
+        """Learn from an answer.
+
+        predicted_tokens: of the prompt, predicted to be cached. queue_s: predicted prefills before
+        it.
+        """
         cached = answer.cached_tokens
         if cached is not None and predicted_tokens:
             routed = predicted_tokens / self.kept
@@ -76,19 +80,18 @@ class Answers:
 
     @property
     def kept(self) -> float:
-        """What share of that which was routed to the worker it still has when it is asked for
-        again."""
+        """Share, 0-1, of what was routed to the worker that it still holds when asked for again."""
         share = self._kept.value
         return 1.0 if share is None else max(LEAST_KEPT, share)
 
     @property
     def new_tokens(self) -> float | None:
-        """That a request adds to what the worker holds; None: not enough is known."""
+        """Mean tokens that a request adds to what the worker holds; None: too few answers."""
         return self._new.value
 
     @property
     def speed(self) -> Speed:
-        """DEFAULT_SPEED as long as little is known."""
+        """Learned speed; DEFAULT_SPEED until enough is known."""
         prefill, gap_s, output = self._prefill.value, self._gap.value, self._output.value
         usual = DEFAULT_SPEED
         slow = _scale(prefill)
@@ -110,7 +113,6 @@ def tells_speed(info: WorkerInfo) -> bool:
 
 
 def _usual_s(prompt_tokens: int, computed: int) -> float:
-    """What the prefill would take an engine with DEFAULT_SPEED."""
     pairs = computed * (prompt_tokens - computed / 2)
     usual = DEFAULT_SPEED
     return computed * usual.prefill_s_per_token + pairs * usual.prefill_s_per_token2

@@ -1,4 +1,4 @@
-"""From costs to one worker: drop the full ones, compare or sample, break ties."""
+"""The choice of one worker by cost: full ones are dropped, the rest compared or sampled."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from app.policy.cost import (
 
 @dataclass(slots=True)
 class Choice:
-    """Where a request goes, and what was compared."""
+    """The chosen worker's index in the candidates, the costs of all candidates, and whether several
+    shared the lowest cost of those that could be chosen."""
 
     index: int
-    """The chosen worker's place in the candidates."""
     costs: Costs
-    """Costs of every candidate, including those that could not be chosen."""
     tied: bool
-    """Whether several of those that could be chosen shared the lowest cost."""
 
 
 def choose(
@@ -47,16 +45,16 @@ def choose(
     cost: CostFunction | None = None,
     max_queue_s: float = math.inf,
 ) -> Choice:
-    """The worker that `policy`, a key of POLICIES, prefers among the eligible.
+    """Returns the worker that `policy`, a key of POLICIES, prefers among the eligible.
 
-    eligible: (workers,); which of them the caller allows. Full ones, and those with fewer blocks
+    eligible: (workers,); which of them the caller allows. Full workers, and those with fewer blocks
     than the prompt, are dropped here.
     nth: which decision this is, for policies that go round the workers.
-    temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax
-    of -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
+    temperature: 0 takes the lowest cost, ties broken at random; above 0 samples from the softmax of
+    -cost / temperature, where cost is scaled to 0-1 over the workers that can be chosen.
     cost: used instead of the policy's own.
     max_queue_s: at least one worker with room must have a queue of prefills no longer than this;
-    which worker with room is then chosen is up to the policy.
+    the policy may then choose any worker with room.
     Raises NoWorkers if none is eligible, PromptTooLarge if no eligible one has enough blocks,
     AllWorkersBusy if all that have enough are full or no queue is short enough.
     """
@@ -97,7 +95,7 @@ def _busy(num_eligible: int, max_queue_s: float, retry_after_s: float) -> AllWor
 
 
 def has_room(candidates: Candidates, size: RequestSize) -> NDArray[np.bool_]:
-    """Which workers can take the request, as far as they report, (workers,)."""
+    """Returns which workers can take the request, as far as they report, (workers,)."""
     room: NDArray[np.bool_] = candidates.active_requests < candidates.max_requests
     pool = candidates.kv_total_blocks
     return room if least(pool) >= size.least_blocks else room & _is_large_enough(pool, size)
@@ -110,7 +108,6 @@ def _is_large_enough(pool: Floats, size: RequestSize) -> NDArray[np.bool_]:
 def _of_some(
     rules: Policy, costs: Costs, workers: Indices, rng: Generator, nth: int, temperature: float
 ) -> Choice:
-    """One of `workers`, narrowed down or drawn."""
     if rules.narrow is not None:
         workers = rules.narrow(workers, nth, rng)
     compared = costs.cost[workers]
@@ -125,7 +122,6 @@ def _of_some(
 def _large_enough(
     pool: Floats, size: RequestSize, eligible: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which of the eligible have, as far as they report, enough blocks for the prompt."""
     large_enough = eligible & _is_large_enough(pool, size)
     if not large_enough.any():
         raise PromptTooLarge(
@@ -137,7 +133,7 @@ def _large_enough(
 
 
 def _sample(cost: Floats, temperature: float, rng: Generator) -> int:
-    """An index into `cost`, drawn from the softmax of the negated, min-max normalised cost."""
+    """Returns an index drawn from the softmax of the negated, min-max normalised cost."""
     above_lowest = cost - cost.min()
     # If all costs are equal, these are all zeros, which any divisor leaves alone.
     weights = np.exp(above_lowest / ((above_lowest.max() or 1.0) * -temperature))

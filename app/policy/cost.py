@@ -23,45 +23,40 @@ BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
 TRANSFER_WEIGHT = 2.0
-"""Of the wait for a link, or for what is on its way: the request's own, and that of those that will
-wait behind it, as more will come where some wait."""
+"""A wait for a link counts for the request and for those behind it: where some wait, more come."""
 FAILED_TERM = "failed"
-"""The term of what failures cost, which any policy's costs may have."""
 AWAY_TERM = "agent_away"
-"""The one of a worker of which less is known, as its agent is away."""
 SHARED_TERM = "shared_s"
-"""The one of what a prefix that two workers hold would save, if all held it."""
 LATE_TERM = "late_s"
-"""The one that says for how long an engine keeps others waiting."""
 REUSE_WITHIN_S = 300.0
 """A block unused for this long is assumed to be asked for again one time in two."""
 CHANCES_ALIKE = 0.25
-"""Workers of one speed differ by less in the chance that what they evict is asked for again, once
-their caches are full."""
+"""Workers of one speed differ by less in `_chances` once their caches are full."""
 CHANCES_APART = 20.0
 SLOWER = 4.0
-"""At most so many prefills, times how much slower the other worker is, may be added for that."""
+"""The addition is at most this many prefills, times how much slower the other worker is."""
 WAIT_WEIGHTS = {"high": 2.0, "normal": 1.0, "low": 0.25}
-"""Weight of the request's own wait."""
 BLOCKING_OF_LOW = 4.0
 CROWDED_S = 2.0
 """A queue of so many seconds keeps others away by a factor of e."""
 IN_FLIGHT_TOKENS = 4096
-"""What a worker lacks of a prompt counts as on its way if it is so many tokens: less is computed
-before others have heard of it."""
+"""A prompt counts as computed on a worker that lacked this many of its tokens: fewer are computed
+before others have heard of them."""
 COMPUTED_WAIT = 1.5
-"""Of the queue, which counts once for itself. With 1, crowds wait where they could compute; with 2,
-those that begin alike are computed everywhere (see experiments.md)."""
+"""Weight of the queue before a prefix that is computed, beside queue_s. With 1, crowds wait where
+they could compute; with 2, prompts that begin alike are computed everywhere (experiments.md)."""
 COMPUTING_WEIGHT = 2.0
-"""Of what a prompt takes, for itself and for those behind it."""
+"""A prefill counts for the request and for those behind it."""
 COMPUTING = "computing_s"
-"""The term."""
 
 
 @dataclass(slots=True)
 class RequestSize:
-    """How long a prompt is, and how urgent. isl_tokens: at least 1. part_tokens: of the longest
-    prompt, where the request has several; 0: it has one."""
+    """A prompt's length and urgency.
+
+    isl_tokens: at least 1. part_tokens: of the longest prompt, where the request has several; 0: it
+    has one.
+    """
 
     isl_tokens: int
     block_size: int
@@ -75,58 +70,57 @@ class RequestSize:
 
     @property
     def least_blocks(self) -> int:
-        """Blocks without which an engine cannot take the request: those of its longest prompt."""
+        """Blocks that an engine needs for the request's longest prompt."""
         return -(-(self.part_tokens or self.isl_tokens) // self.block_size)
 
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """What one decision sees of each live worker; every field is (workers,), workers >= 1.
+    """The workers as one decision sees them; every field is (workers,), workers >= 1.
 
-    `Candidates(*matrix)` makes one of a (fields, workers) matrix whose rows are in this order. Not
-    frozen: none is ever changed, and making a frozen one takes three times as long.
+    `Candidates(*matrix)` takes a (fields, workers) matrix whose rows are in this order. Not frozen:
+    making a frozen one takes three times as long.
+
+    overlap_device, overlap_host, overlap_disk: leading blocks of the prompt that the worker would
+    read from its device, the blocks after those in host memory, and the blocks after those on disk.
+    Full blocks, so their sum never exceeds the prompt.
+    prefill_tokens: reserved uncached prompt tokens whose prefill is not complete. prefill_s:
+    predicted prefill seconds in flight, drained to now.
+    active_blocks: KV blocks of the prompts in flight; a shared block counts once for each prompt.
+    active_requests: in flight; decoding_requests: those past their first token. max_requests: a
+    worker with this many active_requests is full.
+    routed_s: predicted prefill seconds routed there, which fade as requests follow, to any worker.
+    sending_s: predicted seconds for which KV handed on to others keeps its link busy. receiving_s:
+    predicted seconds until what is on its way from others has come.
+    others_requests: those of active_requests that no router reserved, and max_requests allows
+    besides: their needs are part of the six fields from prefill_tokens on.
+    kv_active_blocks to kv_idle_before_evict_s: as the worker last reported. Totals are 0 while
+    unknown; gpu_cache_usage is 0-1; kv_idle_before_evict_s is how many seconds evicted blocks had
+    not been used, 0 if none was evicted.
+    prefill_s_per_token and the rest: see `app.core.worker_report.Speed`.
     """
 
     overlap_device: Floats
-    """Leading blocks of the prompt that the worker would read from its device. Full blocks, so
-    the three overlaps together never exceed the prompt."""
     overlap_host: Floats
-    """The blocks after those that it would load from host memory."""
     overlap_disk: Floats
-    """The blocks after those that it would load from disk."""
     prefill_tokens: Floats
-    """Reserved uncached prompt tokens whose prefill is not complete."""
     prefill_s: Floats
-    """Predicted prefill seconds in flight, drained to now."""
     active_blocks: Floats
-    """KV blocks of the prompts in flight; a block that several share counts once for each."""
     active_requests: Floats
     decoding_requests: Floats
-    """Those of active_requests that are past their first token."""
     max_requests: Floats
-    """A worker with this many active_requests is full."""
     routed_s: Floats
-    """Predicted prefill seconds routed there, which fade as requests follow, to any worker."""
     sending_s: Floats
-    """Predicted seconds for which KV that it hands on to others keeps its link busy."""
     receiving_s: Floats
-    """Predicted seconds until what is on its way from others has come."""
     others_requests: Floats
-    """Those of active_requests that no router reserved, and max_requests allows besides: all that
-    they need is part of the six fields from prefill_tokens on."""
     kv_active_blocks: Floats
-    """This and the next six: as the worker last reported."""
     kv_total_blocks: Floats
-    """0 while unknown, as is request_total_slots."""
     num_requests_waiting: Floats
     gpu_cache_usage: Floats
-    """0-1."""
     request_active_slots: Floats
     request_total_slots: Floats
     kv_idle_before_evict_s: Floats
-    """Seconds for which the blocks that it evicted lately had not been used; 0: none was."""
     prefill_s_per_token: Floats
-    """This and the rest: see `app.core.worker_report.Speed`."""
     prefill_s_per_token2: Floats
     decode_s_per_kv_token: Floats
     decode_s_per_seq: Floats
@@ -143,16 +137,16 @@ class Candidates:
         return self.overlap_device + self.overlap_host + self.overlap_disk
 
     def overlap_at(self, place: int) -> float:
-        """The same of one worker."""
         device, host = self.overlap_device[place], self.overlap_host[place]
         return float(device + host + self.overlap_disk[place])
 
 
 @dataclass(slots=True, eq=False)
 class Costs:
-    """cost: (workers,), lower is better. terms: (workers,) each; their sum is the cost.
+    """Costs of one request on each worker.
 
-    Some of these arrays are the candidates' own: copy before changing them.
+    cost: (workers,), lower is better. terms: (workers,) each; their sum is the cost. Some of these
+    arrays are the candidates' own: copy before changing them.
     """
 
     cost: Floats
@@ -160,7 +154,7 @@ class Costs:
 
 
 def least(values: Floats) -> float:
-    """The smallest of at least one. With few workers this takes a third of `min`."""
+    """Returns the smallest value. With few workers this takes a third of `min`."""
     return float(values[values.argmin()])
 
 
@@ -230,10 +224,10 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
 
 
 def sharing(candidates: Candidates, size: RequestSize) -> Costs:
-    """`latency`, where no worker can fetch a prefix from another.
+    """Returns the costs of `latency` where no worker can fetch a prefix from another.
 
-    shared_s, <= 0: while workers are idle, what a prefix that two workers hold would save of the
-    prefill if each of them held it, in the same weight: giving it to one more is an investment.
+    shared_s, <= 0: while workers are idle, what the prefix that two workers hold would save if each
+    worker held it, in the same weight: giving it to a third worker is an investment.
     """
     costs = latency(candidates, size)
     idle = _idle_weight(candidates.active_requests)
@@ -251,10 +245,11 @@ def sharing(candidates: Candidates, size: RequestSize) -> Costs:
 
 
 def awaiting(cost: CostFunction, places: Sequence[int], published: Floats) -> CostFunction:
-    """`cost`, in seconds, and what the workers at `places` have to compute before, where they do
-    not fetch it: the price of that has its own wait. At most what it saves to wait.
+    """Returns `cost`, in seconds, with a term `computing_s` for the workers at `places`, which have
+    to compute a part of the prompt first that counts as held. At most what waiting saves.
 
-    published: leading blocks that each has on its device by now, (workers,).
+    A worker that fetches that part instead has its own wait in the price. published: leading blocks
+    that each worker has on its device by now, (workers,).
     """
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
@@ -276,11 +271,11 @@ def weighed(
     blocking_s: Floats,
     queue_s: Floats,
 ) -> tuple[Floats, Floats]:
-    """The price of the wait, and that of keeping others waiting, (workers,) each.
+    """Returns the price of the wait, and of keeping others waiting, (workers,) each.
 
-    felt_s, blocking_s: those of a request of normal priority. One of low priority pays several
-    times for keeping others waiting, but little where a queue is so long that they go elsewhere: so
-    jobs gather on workers that are busy with jobs, and leave the rest to others.
+    felt_s, blocking_s: those of a request of normal priority. A request of low priority pays
+    several times for keeping others waiting, but little where the queue is long: so jobs gather on
+    workers that are busy with jobs.
     """
     felt_s = WAIT_WEIGHTS[priority] * felt_s
     if priority == "low":
@@ -289,7 +284,6 @@ def weighed(
 
 
 def _sum(terms: Mapping[str, Floats]) -> Floats:
-    """The sum of at least two terms."""
     first, second, *others = terms.values()
     total = first + second
     for term in others:
@@ -298,14 +292,12 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
 
 
 def _idle_weight(requests: Floats) -> float:
-    """1 while at least half of the workers are idle, ever less until none is, and then 0: queues
-    then spread requests better than what is meant for idle workers."""
+    """Returns 1 while at least half of the workers are idle, then less, and 0 once none is."""
     idle = 1.0 - np.count_nonzero(requests) / requests.size
     return min(1.0, 2.0 * idle)
 
 
 def _felt_s(queue_s: Floats) -> Floats:
-    """A queue of prefills, as it counts against what the cache would save."""
     if queue_s[queue_s.argmax()] <= QUEUE_WHOLE_S:
         return queue_s
     beyond = np.maximum(queue_s / QUEUE_WHOLE_S, 1.0)
@@ -314,12 +306,11 @@ def _felt_s(queue_s: Floats) -> Floats:
 
 
 def _eviction_weight(candidates: Candidates) -> Floats:
-    """The chance that an evicted block is asked for again, 0 where none is evicted; and more where
-    it is far above that of a slower worker.
+    """Returns the chance that an evicted block is asked for again, 0 where none is evicted, raised
+    where it is far above a slower worker's.
 
-    Not above that of one as fast: a worker that has joined evicts nothing yet, and would get all
-    requests until its queue is longer than any. What workers report is the same arrays for many
-    decisions, and so is this.
+    Not raised above that of an equally fast one: a worker that has joined evicts nothing yet, and
+    would get all requests. Reports are the same arrays for many decisions, and so is this.
     """
     global _weighed
     idle_s, token_s = candidates.kv_idle_before_evict_s, candidates.prefill_s_per_token
@@ -345,11 +336,10 @@ def _weighing(idle_s: Floats, token_s: Floats) -> Floats:
 def predicted_prefill_s(
     candidates: Candidates, size: RequestSize, held: float | None = None
 ) -> Floats:
-    """Seconds each worker would take to load the cached part of the prompt and compute the rest.
+    """Returns seconds each worker would take to load the cached part and compute the rest.
 
-    held: leading blocks that each has, once those that it lacks have come to its device; None:
-    those that it has. Engines always compute the last token, so even a fully cached prompt costs
-    one.
+    held: leading blocks that every worker is assumed to have on its device; None: those that each
+    has. Engines always compute the last token, so even a fully cached prompt costs one.
     """
     host, disk = candidates.overlap_host, candidates.overlap_disk
     is_slower = np.count_nonzero(host) or np.count_nonzero(disk)
@@ -372,12 +362,12 @@ def predicted_prefill_s(
 
 
 def _memory_wait_s(candidates: Candidates, size: RequestSize, decode_s: Floats) -> Floats:
-    """Seconds beyond the queue until a request has left, where the prompt's new blocks do not fit.
+    """Returns seconds beyond the queue until a request has left, where new blocks do not fit.
 
-    decode_s: a mean output's decode steps, but for their fixed part. What requests share the worker
-    reports once; what was routed there since is at most the prefill in flight. Blocks do not come
-    free evenly: a few long prompts may hold nearly all of them, so whoever does not fit waits for
-    one of them to end. Device overlap is assumed to be in use already.
+    decode_s: a mean output's decode steps, but for their fixed part. The worker reports shared
+    blocks once; what was routed there since is at most the prefill in flight. Blocks do not come
+    free evenly: whatever does not fit waits for a whole request to end. Device overlap is taken to
+    be in use.
     """
     in_use = candidates.kv_active_blocks + candidates.prefill_tokens / size.block_size
     free = candidates.kv_total_blocks - in_use
@@ -400,9 +390,9 @@ def balance(candidates: Candidates, size: RequestSize) -> Costs:
     After `select_worker` in NVIDIA Dynamo 0.1, lib/llm/src/kv_router/scheduler.rs. A load is the
     fraction of KV blocks in use; its deviation is from the mean over all workers. alpha is 0.7
     where the loads' sample standard deviation exceeds a tenth of their mean, else 0.3. (The
-    original takes that mean over block counts; fractions make the units agree.) Only device
-    overlap saves new tokens. A worker that reports all slots or blocks in use is ruled out; one
-    that reports no total counts as empty.
+    original takes that mean over block counts; fractions make the units agree.) Only device overlap
+    saves new tokens. A worker that reports all slots or blocks in use is ruled out; one that
+    reports no total counts as empty.
     """
     load = _fraction(candidates.kv_active_blocks, candidates.kv_total_blocks)
     slots = _fraction(candidates.request_active_slots, candidates.request_total_slots)
@@ -422,7 +412,6 @@ def balance(candidates: Candidates, size: RequestSize) -> Costs:
 
 
 def _fraction(used: Floats, total: Floats) -> Floats:
-    """used / total; 0 where the total is 0."""
     return np.divide(used, total, out=np.zeros_like(used), where=total > 0)
 
 
@@ -444,11 +433,10 @@ def logit(candidates: Candidates, size: RequestSize) -> Costs:
 def blocks(candidates: Candidates, size: RequestSize, *, prefill_weight: float = 1.0) -> Costs:
     """Blocks still to prefill, less a credit for cached ones, plus blocks in flight.
 
-    After `DefaultWorkerSelector` in NVIDIA Dynamo, lib/kv-router/src/scheduling, with its
-    default credits; prefill_weight is its prefill_load_scale. Dynamo counts the distinct
-    blocks of the active requests together with this one's, and so does the simulation. A router
-    adds up those of each request, because it is not told which of them are the same: too high by at
-    most what they share.
+    After `DefaultWorkerSelector` in NVIDIA Dynamo, lib/kv-router/src/scheduling, with its default
+    credits; prefill_weight is its prefill_load_scale. Dynamo counts distinct blocks of the active
+    requests, and so does the simulation. A router adds up the blocks of each request, which is too
+    high by at most what requests share.
     """
     credit = (
         candidates.overlap_device
@@ -482,12 +470,11 @@ def no_preference(candidates: Candidates, _: RequestSize) -> Costs:
 
 
 def one_after_another(workers: Indices, nth: int, _: Generator) -> Indices:
-    """Each in its order."""
     return workers[[nth % workers.size]]
 
 
 def two_at_random(workers: Indices, _: int, rng: Generator) -> Indices:
-    """Two different workers, every pair equally likely; fewer if there are fewer."""
+    """Returns two different workers, every pair equally likely; fewer if there are fewer."""
     if workers.size <= 2:
         return workers
     first = rng.integers(workers.size)
@@ -497,10 +484,11 @@ def two_at_random(workers: Indices, _: int, rng: Generator) -> Indices:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How workers are compared. narrow: which of those with room are compared; None: all.
+    """How workers are compared.
 
-    narrow takes their indices, which decision of the router's this is, and its random generator.
-    reads_reports: by the load that workers report, which changes within a moment.
+    narrow: returns which of the workers with room are compared, from their indices, the number of
+    the decision and a random generator; None: all. reads_reports: whether the cost depends on the
+    load that workers report, which changes within a moment.
     """
 
     cost: CostFunction
@@ -518,4 +506,3 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": Policy(no_preference, one_after_another),
     "random": Policy(no_preference),
 }
-"""By the names that requests and settings use."""

@@ -1,5 +1,5 @@
-"""What failures cost, slowness and ignorance: a worker that refuses at once, does not get on, or is
-not heard of has no load, and must not look cheap for it."""
+"""Prices of failures, slowness and ignorance. A worker that refuses at once, is stuck or is not
+heard of has no load, and must not look cheap for it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ AVOIDED = 0.5
 
 
 def counts_for(failure: Failure, is_answered: bool, num_failed: int) -> Counts | None:
-    """For whom a failure counts; None: for nobody. What follows a request from worker to worker is
-    the request's own.
+    """Returns for whom a failure counts; None: for nobody. A failure that follows a request from
+    worker to worker is the request's own.
 
-    is_answered: whether another worker has answered the request then. num_failed: of workers.
+    is_answered: whether another worker then answered the request. num_failed: workers that failed
+    it.
     """
     if failure.counts is not Counts.WITNESSED:
         return failure.counts
@@ -43,11 +44,11 @@ def counts_for(failure: Failure, is_answered: bool, num_failed: int) -> Counts |
 
 
 def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
-    """`cost` with a term for failures, in the policy's own terms: the share of its tries that a
-    worker failed lately, times twice what lies between the cheapest and the dearest worker.
+    """Returns `cost` with a term for failures: the share of its tries that a worker failed lately,
+    times twice what lies between the cheapest and the dearest worker.
 
-    So one that failed half of them is never cheaper than the dearest; and where all others cost the
-    same, one that failed any is not taken.
+    A worker that failed half of its tries is thus never cheaper than the dearest; and where all
+    others cost the same, one that failed any is not taken.
     """
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
@@ -59,9 +60,11 @@ def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
 
 
 def late(cost: CostFunction, late_s: Floats, *, in_seconds: bool) -> CostFunction:
-    """`cost` with a term for the late: so many seconds more. in_seconds: whether the policy counts
-    in them; else a worker that is late by a second costs as much more as lies between the cheapest
-    and the dearest, and at most twice that."""
+    """Returns `cost` with a term for late engines: so many seconds more.
+
+    in_seconds: whether the policy counts in seconds; else a worker that is late by a second costs
+    as much more as lies between the cheapest and the dearest, and at most twice that.
+    """
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
         plain = cost(candidates, size)
@@ -72,9 +75,8 @@ def late(cost: CostFunction, late_s: Floats, *, in_seconds: bool) -> CostFunctio
 
 
 def unheard(cost: CostFunction, away: Mask) -> CostFunction:
-    """`cost` with a term for the away: half of what lies between the cheapest and the dearest, for
-    those whose agents are away, (workers,). Their load and their blocks are guessed at; so where
-    all others cost the same, none of them is taken."""
+    """Returns `cost` with a term for workers whose agents are away, (workers,): half of what lies
+    between the cheapest and the dearest, as their load and blocks are guessed at."""
 
     def priced(candidates: Candidates, size: RequestSize) -> Costs:
         plain = cost(candidates, size)
@@ -91,12 +93,9 @@ def _twice_the_spread(costs: Costs) -> float:
 
 
 def avoided(view: View, names: Iterable[str]) -> Mask | None:
-    """Which workers are to be compared only where no other has room, (workers,); None: there is
-    none. They fail most of their tries, have the one request of their trial, or are left alone for
-    what the request is for, or by who sent it.
-
-    names: of marks that are heeded.
-    """
+    """Returns which workers to compare only where no other has room, (workers,); None: none. They
+    fail most of their tries, have the one request of their trial, or are left alone for one of the
+    marks `names`."""
     shares = view.failed_shares
     failing = None if shares is None else shares >= AVOIDED
     masks = [one for one in (failing, view.tried(), view.left_alone(names)) if one is not None]
@@ -105,9 +104,10 @@ def avoided(view: View, names: Iterable[str]) -> Mask | None:
 
 
 def without_avoided(eligible: Mask, room: Mask, avoid: Mask, roles: Iterable[Mask] = ()) -> Mask:
-    """Those of `eligible` that are not to be avoided, unless no such one has room; (workers,) each.
+    """Returns the `eligible` without those to avoid, unless none of the others has room.
 
-    roles: sets of workers of each of which the same is true, instead of all.
+    All masks are (workers,). roles: sets of workers of which each must keep one with room, instead
+    of all workers together.
     """
     well = eligible & ~avoid
     allowed = well

@@ -1,4 +1,4 @@
-"""Was the worker that holds most of the prompt chosen, and if not, why?"""
+"""The fate of the longest overlap: whether its worker was chosen, and if not, why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.policy.view import View
 
 
 class Locality(StrEnum):
-    """What became of the longest overlap. text: the same as a sentence."""
+    """Fate of the longest overlap. text: the same as a sentence."""
 
     KEPT = "kept", "the worker with the longest overlap was chosen"
     NONE = "none", "no worker held the start of the prompt"
@@ -56,8 +56,10 @@ def locality_of(
     choice: Choice,
     affinity: Affinity | None,
 ) -> tuple[Locality, Best]:
-    """What became of the longest overlap, unless DEGRADED, and whose it is. eligible: of those that
-    the request allows, those whose engines take it."""
+    """Returns what became of the longest overlap, unless DEGRADED, and whose it is.
+
+    eligible: allowed by the request, with engines that take it.
+    """
     chosen = overlaps.get(view.incarnations[choice.index])
     overlap = chosen.total if chosen is not None else 0
     holder: Incarnation | None = None
@@ -87,7 +89,7 @@ def _reason(
     affinity: Affinity | None,
     best: int,
 ) -> Locality:
-    """Why the worker at `best`, which could take the request, was not chosen."""
+    """Returns why the worker at `best`, which could take the request, was not chosen."""
     is_full = candidates.active_requests[best] >= candidates.max_requests[best]
     if is_full or 0 < candidates.kv_total_blocks[best] < size.isl_blocks:
         return Locality.FULL

@@ -50,16 +50,16 @@ from app.policy.transfer import (
 from app.policy.view import View, fitting
 
 MAX_PREFILL_S = 86_400.0
-"""Anything longer is no measurement, and a sum of many would not fit into Redis's integers."""
+"""Longer prefills are no measurement, and a sum of many would not fit into Redis's integers."""
 DETAILED_WORKERS = 64
-"""With more workers, candidates are recorded less often: of 1,000 they are 160 KB of Redis's memory
+"""Candidates are recorded less often with more workers: of 1,000 they are 160 KB of Redis's memory
 each time, and 20 routers could record them 400 times a second."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What one try wants: the worker at `position` of the view, its source at `source_position`,
-    and the reservation, which names that on its source."""
+    """One try's choice: the worker at `position` of the view, its source at `source_position`, and
+    the reservation, which names the one on its source."""
 
     request: RouteRequest
     position: int
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def lacking_tokens(self) -> int:
-        """Of the prompt, by `holder`."""
+        """Tokens of the prompt that `holder` lacks."""
         is_target = self.holder == self.reservation.incarnation
         at = self.position if is_target or self.source_position is None else self.source_position
         held = self.candidates.overlap_at(at) * self.decision.worker.block_size
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def saved_s(self) -> float:
-        """By how much what a worker holds of the prompt shortens its prefill, as predicted."""
+        """Predicted seconds by which held blocks shorten the prefill."""
         overlap, isl, candidates = self.decision.overlap, self.decision.isl_tokens, self.candidates
         if not overlap.total:
             return 0.0
@@ -111,11 +111,8 @@ class Plan:
         return max(0.0, float(saved * per_token + saved**2 / 2 * per_pair - loads_s))
 
     def record(self, details: Pace, now_s: float, ending: Ending | None = None) -> DecisionRecord:
-        """The record kept of the decision; as many as `details` allows by `now_s` have all that it
-        was made from.
-
-        More than DETAILED_WORKERS count as several decisions.
-        """
+        """Returns the record to keep of the decision. As many as `details` allows by `now_s` have
+        all that they were made from; more than DETAILED_WORKERS count as several decisions."""
         decision, request = self.decision, self.request
         seen: ChoiceInputs | None = None
         size = max(1.0, len(self.view.infos) / DETAILED_WORKERS)
@@ -167,7 +164,7 @@ class WorkerSelector:
         self._decisions = 0
 
     def plan(self, query: Query, view: View, *, degraded: bool = False) -> Plan:
-        """Where a request goes. degraded: decided by load alone, however full the workers look.
+        """Returns where a request goes. degraded: decided by load alone, however full workers look.
 
         Raises NoWorkers, PromptTooLarge, AllWorkersBusy.
         """
@@ -232,7 +229,7 @@ class WorkerSelector:
         published: Floats,
         degraded: bool,
     ) -> list[TransferRoute]:
-        """The cheapest route, and where an explanation shows them, that of each kind. Raises
+        """Returns the cheapest route, and where an explanation shows them, one of each kind. Raises
         NoWorkers if there is none."""
         at, roles = choice.index, view.roles
         local = TransferRoute(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
@@ -257,7 +254,6 @@ class WorkerSelector:
         return routes
 
     def _affinity(self, query: Query, view: View) -> Affinity | None:
-        """The affinity of its session, if that last went to a worker that is still live."""
         if query.session_at is None:
             return None
         position = view.position(query.session_at)
@@ -271,8 +267,8 @@ class WorkerSelector:
 def _cost(
     query: Query, view: View, policy: str, affinity: Affinity | None, published: Floats
 ) -> CostFunction:
-    """The policy's, with what the session is worth, and what slowness, failures, absent agents and
-    what others compute of the prompt cost."""
+    """Returns the policy's cost with the terms for the session, slow engines, failures, absent
+    agents, and what others compute of the prompt."""
     cost = POLICIES[policy].cost
     if policy == "latency" and not (view.roles and view.roles.fetches):
         cost = sharing
@@ -291,7 +287,8 @@ def _cost(
 
 
 def _candidates(query: Query, view: View, *, degraded: bool) -> tuple[Candidates, Floats]:
-    """The workers as costs see them, and what of the prompt each has published on its device."""
+    """Returns the workers as costs see them, and the blocks that each has published on its
+    device."""
     candidates = view.candidates(query.overlaps)
     if degraded:
         # No one reports requests that end meanwhile: all workers would soon look full.
@@ -305,8 +302,8 @@ def _candidates(query: Query, view: View, *, degraded: bool) -> tuple[Candidates
 
 
 class _WhoMay(NamedTuple):
-    """Which workers, (workers,) each: whom the request allows; whose engines take it; of those, who
-    is not avoided; and of those, who may decode it."""
+    """Masks of workers, (workers,) each: allowed by the request; of those, with engines that take
+    it; of those, not avoided; and of those, fit to decode it."""
 
     allowed: NDArray[np.bool_]
     able: NDArray[np.bool_]
@@ -317,7 +314,6 @@ class _WhoMay(NamedTuple):
 def _who_may(
     request: RouteRequest, view: View, candidates: Candidates, size: RequestSize
 ) -> _WhoMay:
-    """Raises NoWorkers if nobody may decode it."""
     allowed = _eligible(view, request)
     targets = allowed if view.roles is None else _targets(allowed, view.roles)
     able = allowed
@@ -337,7 +333,6 @@ def _who_may(
 
 
 def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
-    """Which workers the request allows, (workers,)."""
     if not request.exclude:
         return view.everybody
     keys = [info.key for info in view.infos]
@@ -358,8 +353,8 @@ def _decision(
     best: Best,
     queue_s: float,
 ) -> Decision:
-    """What is answered of a route, without an explanation. queue_s: of prefills, where the prompt
-    is computed."""
+    """Returns the answer for a route, without an explanation. queue_s: of prefills, where the
+    prompt is computed."""
     reserves = query.request.reserve and not degraded
     source = view.incarnations[route.source]
     overlap = query.overlaps.get(source, NO_OVERLAP)
@@ -395,7 +390,6 @@ def _decision(
 
 
 def _trust(query: Query, bound: int, workers: Sequence[Trust | None], *, degraded: bool) -> Trust:
-    """bound: blocks that were not published. workers: those of whom not all is published."""
     if degraded:
         return Trust.DEGRADED
     if query.request.is_blind:
@@ -419,7 +413,7 @@ def _reservation(
     candidates: Candidates,
     choice: Choice,
 ) -> Reservation:
-    """What a request wants of its target, and of its source."""
+    """Returns what a request wants of its target, and of its source."""
     seconds = choice.costs.terms.get("prefill_s")
     if seconds is None:
         seconds = predicted_prefill_s(candidates, size)
@@ -476,7 +470,6 @@ def _explain(
     candidates: Candidates,
     routes: Sequence[TransferRoute],
 ) -> None:
-    """Tell of a decision what it was made from, copied out of its arrays."""
     decision.candidates = [
         Candidate(
             info=info,

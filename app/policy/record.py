@@ -1,4 +1,4 @@
-"""A decision as it is kept in a stream of Redis: to be explained, and priced again."""
+"""Decisions as a stream of Redis keeps them: to be explained, and priced again."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ NOT_OF_CANDIDATES = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
 
 @dataclass(slots=True, eq=False)
 class ChoiceInputs:
-    """All that one choice was made from. eligible: which the request allows, (workers,).
+    """Everything that one choice was made from.
 
-    others: the terms NOT_OF_CANDIDATES that its costs had, (workers,) each.
+    eligible: which workers the request allows, (workers,). others: the terms NOT_OF_CANDIDATES that
+    its costs had, (workers,) each.
     """
 
     workers: list[str]
@@ -52,8 +53,8 @@ class ChoiceInputs:
     others: dict[str, Floats] = field(default_factory=dict)
 
     def priced(self, cost: CostFunction, *, again: bool) -> CostFunction:
-        """`cost`, plus what the request's session was worth; and where it is priced again, as it
-        was, plus the others."""
+        """Returns `cost` with the session's term; again: also with the others, as it was
+        decided."""
         mine = cost if self.affinity is None else discounted(cost, self.affinity)
         if not (again and self.others):
             return mine
@@ -72,10 +73,11 @@ class DecisionSummary(Struct, omit_defaults=True):
     """One decision, and what came of its request if that ended soon.
 
     at_ms: when loads were looked up, by the Redis clock. hex_blocks: 16 digits for each block of
-    the prompt at `positions` of `full_blocks`. source: `<kind> <worker key>`, where the worker gets
-    blocks of the prompt from; "": from nowhere. model: the model or adapter that was asked for; "":
-    whichever the namespace has. part_tokens: as in RouteRequest. ending: None: the
-    stream of endings may tell it.
+    the prompt at `positions` of `full_blocks`.
+    source: `<kind> <worker key>`, where the worker gets blocks of the prompt from; "": from
+    nowhere.
+    model: the model or adapter that was asked for; "": whichever the namespace has. part_tokens: of
+    the longest prompt; 0: it has one. ending: None: the stream of endings may tell it.
     """
 
     request_id: str
@@ -117,25 +119,25 @@ class DecisionRecord(DecisionSummary, kw_only=True):
 
     @property
     def costs(self) -> Costs:
-        """What the decision was made by. Raises AssertionError for a record without `seen`."""
+        """Costs that the decision was made by. Raises AssertionError for a record without
+        `seen`."""
         assert self.seen is not None
         cost = self.seen.priced(POLICIES[self.policy].cost, again=True)
         return cost(self.seen.candidates, self.size)
 
 
 def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:
-    """The blocks of a chain that are recorded: the same for all chains that share them."""
+    """Returns the blocks of a chain that are recorded: the same for all chains that share them."""
     return [chain[at - 1] for at in positions(len(chain))]
 
 
 def encode(record: DecisionRecord) -> bytes:
-    """The record as JSON."""
     return _encoder.encode(record)
 
 
 def decode(text: bytes) -> DecisionRecord:
-    """The record in JSON of `encode`. Raises ValueError for one that cannot be explained, or priced
-    again."""
+    """Returns the record in JSON of `encode`. Raises ValueError for one that cannot be explained,
+    or priced again."""
     record = _decoder.decode(text)
     _check(record)
     if record.seen is not None:
@@ -144,8 +146,8 @@ def decode(text: bytes) -> DecisionRecord:
 
 
 def decode_summary(text: bytes) -> tuple[DecisionSummary, bool]:
-    """The record in JSON of `encode` without its candidates, and whether there are any: with a
-    thousand workers those take 2 ms. Raises ValueError."""
+    """Returns the record in JSON of `encode` without its candidates, which take 2 ms with a
+    thousand workers, and whether there are any. Raises ValueError."""
     summary = _summary_decoder.decode(text)
     _check(summary)
     # In a text, quotes would be escaped.

@@ -1,9 +1,9 @@
-"""What is in engines that no router reserved: others use them, too, or have left something there.
+"""Load in engines that no router reserved: others use them, too, or have left something there.
 
 An engine counts everybody's requests. What routers had reserved when its counts were read is taken
-off, so that nobody's own request counts twice; what is left is load like any other, and counts less
-the longer ago it was read. Where a report does not say what was reserved then, what is reserved now
-is taken off, and some more, as it still counts requests that have ended since.
+off, so that nobody's own request counts twice; the rest is load like any other, and counts less the
+longer ago it was read. Where a report does not say what was reserved then, what is reserved now is
+taken off, and some more, as the report still counts requests that have ended since.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from app.core.worker_report import ForwardPassMetrics, Speed
 Floats = NDArray[np.float64]
 
 FRESH_S = 3.0
-"""An agent reads its engine's counts every second or so, and routers have them a moment later."""
+"""Agents read counts every second or so, and routers have them a moment later."""
 HALF_S = 5.0
-"""A report that is older than that loses half of its weight each time."""
+"""A report that is older than FRESH_S loses half of its weight in each such time."""
 UNSEEN = 1.0
-"""So many requests may have come and gone between the counts of an engine and those of Redis."""
+"""Requests that may come and go between the counts of an engine and those of Redis."""
 UNTOLD_SHARE, UNTOLD_REQUESTS = 0.25, 8.0
-"""Of what is reserved now, and besides: so many more may have been reserved when counts were read
-that do not say how many were."""
+"""Share of what is reserved now, and requests besides, that may have been reserved in addition when
+counts were read that do not say."""
 OUTPUTS = 3.0
-"""Mean answers that a request in flight has written, at most: only its prompt is reserved, and the
-longer an answer is, the likelier it is to be met."""
+"""Mean answers that a request in flight has written, at most: only its prompt is reserved, and long
+answers are met more often."""
 SPARE = 0.1
-"""Share of an engine's blocks that may be in use for no request, as are those that wait to be
+"""Share of an engine's blocks that may be in use for no request, such as those that wait to be
 fetched."""
 MEAN_PREFILL_TOKENS = 1_000.0
-"""Assumed of the prompts that wait in an engine which does not say how long its prompts are."""
+"""Assumed of waiting prompts where an engine does not say how long its prompts are."""
 
 ROWS = (
     *("running", "waiting", "used", "total", "reserved", "decoding", "reserved_blocks"),
@@ -51,8 +51,10 @@ _REQUESTS_NOW, _DECODING_NOW, _BLOCKS_NOW = map(
 def row_of(
     report: ForwardPassMetrics, total_blocks: int, speed: Speed, at_ms: int
 ) -> tuple[float, ...]:
-    """ROWS of one worker. NaN for what was reserved, if it does not say. total_blocks: of its
-    device. at_ms: when it reported."""
+    """Returns the ROWS of one worker; NaN for what was reserved, if it does not say.
+
+    total_blocks: of its device. at_ms: when it reported.
+    """
     untold = report.reserved_requests is None
     tokens = report.mean_prefill_tokens or MEAN_PREFILL_TOKENS
     seconds = speed.prefill_s_per_token * tokens + speed.prefill_s_per_token2 * tokens**2 / 2
@@ -98,7 +100,10 @@ def may_exceed(rows: Floats, block_size: int) -> bool:
 
 
 def others_of(rows: Floats, loads: Floats, now_ms: int, block_size: int) -> Others:
-    """rows: as for `may_exceed`. loads: (LOAD_FIELDS, workers), as they are at now_ms."""
+    """Returns the load that no router reserved.
+
+    rows: (ROWS, workers). loads: (LOAD_FIELDS, workers), at now_ms.
+    """
     is_untold = np.isnan(rows[_RESERVED])
     requests, decoding, blocks = loads[[_REQUESTS_NOW, _DECODING_NOW, _BLOCKS_NOW]]
     more = 1.0 + UNTOLD_SHARE
@@ -125,7 +130,7 @@ def others_of(rows: Floats, loads: Floats, now_ms: int, block_size: int) -> Othe
 def _beyond(
     rows: Floats, reserved: Floats, blocks: Floats, block_size: int
 ) -> tuple[Floats, Floats]:
-    """Requests in each engine beyond those reserved, and blocks beyond what these use."""
+    """Returns requests in each engine beyond those reserved, and blocks beyond what these use."""
     excess = np.maximum(rows[_RUNNING] + rows[_WAITING] - reserved - UNSEEN, 0.0)
     written = OUTPUTS * reserved * rows[_ANSWER] / block_size
     spare = np.where(excess > 0.0, 0.0, SPARE * rows[_TOTAL])

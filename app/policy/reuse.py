@@ -1,4 +1,4 @@
-"""Where a prompt's reuse is lost, from what was asked before to what its engine had cached."""
+"""Losses of a prompt's reuse, from what was asked before to what its engine had cached."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from app.policy.plan import Plan
 
 PROMPT, UNFORESEEN = "prompt", "unforeseen"
-"""Beside steps: all tokens of prompts, and those that an engine had cached and nobody knew of."""
+"""Names beside the steps: all tokens of prompts, and those cached that nobody knew of."""
 NO_ROOM = (Locality.FULL, Locality.EXCLUDED, Locality.FAILING, Locality.LEASE)
 CHOSEN_INSTEAD = (Locality.LOAD, Locality.SESSION, Locality.TIE)
 
 
 def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lost:
-    """Tokens lost before the prompt came to its worker.
+    """Returns the tokens lost before the prompt came to its worker.
 
     asked: leading blocks that were asked before. held_once: those that a worker was seen to hold.
     """
@@ -45,9 +45,9 @@ def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lo
 
 
 def lost_by_engine(decision: Decision, cached: int | None) -> Lost:
-    """Tokens that the chosen worker held and its engine computed all the same.
+    """Returns the tokens that the chosen worker held and its engine computed all the same.
 
-    cached: tokens that it says it had cached; None: it does not say.
+    cached: tokens that the engine says it had cached; None: it does not say.
     """
     info = decision.prompt_worker
     chosen = held_tokens(decision)
@@ -74,13 +74,13 @@ def lost_by_engine(decision: Decision, cached: int | None) -> Lost:
 
 
 def held_tokens(decision: Decision) -> int:
-    """Of the prompt, by the worker that computes it."""
+    """Returns how many tokens of the prompt the worker that computes it held."""
     return decision.isl_tokens - sum(decision.lost.values())
 
 
 def _reached(query: Query, plan: Plan) -> tuple[int, int, int]:
-    """Leading blocks that any worker holds, any that could have taken the request, and the one that
-    computes the prompt, or hands it on."""
+    """Returns leading blocks that any worker holds, that any worker holds that could have taken the
+    request, and that the worker holds that computes the prompt, or hands it on."""
     decision, view = plan.decision, plan.view
     source = plan.position if plan.source_position is None else plan.source_position
     chosen = decision.overlap.total

@@ -1,4 +1,4 @@
-"""The rows of Candidates, and what of loads and measurements is in which."""
+"""The rows of Candidates, and which loads and measurements they show."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _PLACES = np.array(
         )
     ]
 )
-"""Of the load's field that each row is made from; `total` where it is made from none."""
+"""The load's field that each row is made from; `total` where a row is made from none."""
 KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
@@ -66,7 +66,7 @@ if tuple(f.name for f in fields(Candidates)) != ROWS:
 
 
 def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[float, ...]:
-    """LOAD_ROWS of one worker that nobody else uses. rounds: as of a Snapshot."""
+    """Returns the LOAD_ROWS of one worker that nobody else uses. rounds: see Snapshot."""
     return (
         load.prefill_tokens,
         load.queue_s(now_ms),
@@ -82,7 +82,7 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
 
 
 def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Floats:
-    """OVERLAP_ROWS, which are 0, and LOAD_ROWS of all workers. rounds: as of a Snapshot."""
+    """Returns OVERLAP_ROWS, which are 0, and LOAD_ROWS of all workers. rounds: see Snapshot."""
     load = loads.columns
     rows: Floats = load[_PLACES]
     rows[: len(OVERLAP_ROWS)] = rows[OTHERS] = 0.0
@@ -98,13 +98,12 @@ def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Flo
 
 
 def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
-    """METRICS_ROWS and SPEED_ROWS of one worker."""
     return (*_of_metrics(metrics), *_of_speed(speed))
 
 
 def others_rows(others: Others) -> Floats:
-    """What is added to the rows of a view. A worker is full of reservations alone: that others use
-    it makes it dear, and refuses nobody."""
+    """Returns what to add to the rows of a view. Only reservations make a worker full: requests of
+    others make it dear, and refuse nobody."""
     rows = np.zeros((len(OVERLAP_ROWS) + len(LOAD_ROWS), others.running.size))
     rows[PREFILL_TOKENS], rows[QUEUE] = others.prefill_tokens, others.prefill_s
     rows[BLOCKS], rows[DECODES] = others.blocks, others.running
@@ -113,5 +112,5 @@ def others_rows(others: Others) -> Floats:
 
 
 def matrix(columns: list[tuple[float, ...]], height: int) -> NDArray[np.float64]:
-    """One row for each of `height` values, however many columns there are."""
+    """Returns one row for each of `height` values, also if there are no columns."""
     return np.array(columns, dtype=np.float64).reshape(len(columns), height).T.copy()

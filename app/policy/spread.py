@@ -1,4 +1,4 @@
-"""To which namespaces the requests for one name of a model go.
+"""The namespaces that the requests for one name of a model go to.
 
 A name belongs to the namespace that claimed it first, of those that have workers for it. Others get
 none of its requests, whatever they claim, unless the operator says that the two share their names.
@@ -18,16 +18,17 @@ Groups = Sequence[Mapping[str, float]]
 
 
 class Availability(IntEnum):
-    """What a namespace has for a name. The more it has, the larger."""
+    """Workers that a namespace has for a name; more is larger.
+
+    LEAVES: workers that are about to go, or may be gone. SLEEPS: none, and a planner that starts
+    one for a request. STAYS: workers that get no requests for a while, as they failed some. SERVES:
+    workers that take requests.
+    """
 
     LEAVES = 1
-    """Workers that are about to go, or may be gone."""
     SLEEPS = 2
-    """None, and a planner that starts one for a request."""
     STAYS = 3
-    """Workers that get no requests for a while, because they failed some."""
     SERVES = 4
-    """Workers that take requests."""
 
 
 AVAILABILITY = {
@@ -35,11 +36,11 @@ AVAILABILITY = {
     **dict.fromkeys((State.PAUSED, State.ILL, State.TAINTED), Availability.STAYS),
     State.DRAINING: Availability.LEAVES,
 }
-"""Of a name, by the state of a worker that serves it; of others, nothing."""
+"""Availability of a name by the state of a worker that serves it; other states: none."""
 
 
 def standings(view: View) -> dict[str, Availability]:
-    """Of a namespace, for each name that its workers serve."""
+    """Returns the availability of each name that the workers of a namespace serve."""
     by_name: dict[str, Availability] = {}
 
     def note(info: WorkerInfo, standing: Availability) -> None:
@@ -54,7 +55,11 @@ def standings(view: View) -> dict[str, Availability]:
 
 
 def owner_of(claims: Sequence[str], standings: Mapping[str, Availability]) -> str | None:
-    """The namespace that a name belongs to; None: none has workers for it. As `spread`."""
+    """Returns the namespace that a name belongs to; None: none has workers for it.
+
+    claims: the namespaces that claim the name, the earliest first. standings: of all that have
+    anything for it.
+    """
     there = [name for name in claims if name in standings]
     staying = [name for name in there if standings[name] is not Availability.LEAVES]
     return next(iter(staying or there), None)
@@ -63,10 +68,10 @@ def owner_of(claims: Sequence[str], standings: Mapping[str, Availability]) -> st
 def spread(
     claims: Sequence[str], standings: Mapping[str, Availability], groups: Groups
 ) -> dict[str, float]:
-    """Namespace -> weight of each that gets requests for a name; those with weight 0 get none but
-    of sessions that are there. Empty: none has workers.
+    """Returns namespace -> weight of each that gets requests for a name; those with weight 0 only
+    get those of sessions that are there. Empty: none has workers.
 
-    claims: the namespaces that claim the name, the first first. standings: of all that have
+    claims: the namespaces that claim the name, the earliest first. standings: of all that have
     anything for it.
     """
     owner = owner_of(claims, standings)
@@ -83,8 +88,10 @@ def spread(
 
 
 def pick(weights: Mapping[str, float], point: float) -> str:
-    """The namespace at that point, in [0, 1), of the weights laid end to end, of which one at least
-    is not 0."""
+    """Returns the namespace at `point`, in [0, 1), of the weights laid end to end.
+
+    Raises nothing: one weight at least is not 0.
+    """
     left = point * sum(weights.values())
     chosen = ""
     for name, weight in weights.items():

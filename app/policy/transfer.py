@@ -1,8 +1,10 @@
-"""Where a request's KV comes from: computed where it is decoded, or by another worker, or fetched.
+"""The source of a request's KV: computed where it is decoded, or by another worker, or fetched.
 
 A worker that decodes is a request's target. Blocks that the target lacks may come from a source,
 which computes them for it (a split of prefill and decode), or holds them already (a fetch). All
-three have one price, in the seconds of `app.policy.cost.latency`.
+three have one price, in the seconds of `app.policy.cost.latency`. KV is bytes without a name, and
+an engine that takes another's for its own answers with wrong text: so only workers of which
+everything that decides is known, and equal, are paired.
 """
 
 from __future__ import annotations
@@ -35,49 +37,48 @@ from app.policy.cost import (
 
 Mask = NDArray[np.bool_]
 OWN_TRANSFER = "kvroute"
-"""The protocol by which KV travels between our own engines."""
+"""Protocol between our own engines."""
 TOGETHER = "sglang"
-"""The protocol of two that get a request at once: neither answers one alone."""
+"""Protocol of two engines that get a request at once: neither answers one alone."""
 
 
 class TransferKind(StrEnum):
-    """How the KV of a prompt gets to the worker that decodes."""
+    """How the KV of a prompt gets to the worker that decodes: the target computes what it lacks;
+    the source computes what it lacks, and the target fetches what it lacks; or the target fetches
+    what the source holds, and computes the rest."""
 
     LOCAL = "local"
-    """The target computes what it lacks."""
     SPLIT = "split"
-    """The source computes what it lacks, and the target fetches what it lacks."""
     FETCH = "fetch"
-    """The target fetches what the source holds, and computes the rest."""
 
 
 class KvGroup(NamedTuple):
-    """Whose members may use each other's KV."""
+    """A set of workers that may use each other's KV. name: given by operators. revision: of its
+    engines."""
 
     protocol: str
     fingerprint: tuple[str, ...]
     name: str
-    """That operators gave it."""
     revision: str
-    """Of its engines."""
 
 
 def group_of(info: WorkerInfo) -> KvGroup | None:
-    """None: it is in none, as it hands on nothing, or its engine does not tell what that is."""
+    """Returns a worker's group; None: it hands on nothing, or its engine does not tell what that
+    is."""
     if not info.kv_transfer or (unknown_of(info) and not info.kv_compatible):
         return None
     return KvGroup(info.kv_transfer, info.kv_fingerprint, info.kv_compatible, info.revision)
 
 
 def unknown_of(info: WorkerInfo) -> list[str]:
-    """What decides, and its engine does not tell."""
+    """Returns the names of what decides and the worker's engine does not tell."""
     if not info.kv_fingerprint:
         return ["fingerprint"]
     return [name for name, value in _facts(info) if value == UNKNOWN]
 
 
 def differences(infos: Sequence[WorkerInfo]) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """What is not equal in all of them: its name, and who has which value."""
+    """Yields what is not equal in all workers: its name, and which workers have which value."""
     names = dict.fromkeys(name for info in infos for name, _ in _facts(info))
     told = [(str(info.key), dict(_facts(info))) for info in infos]
     for name in names:
@@ -96,12 +97,12 @@ def _facts(info: WorkerInfo) -> Iterable[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Roles:
-    """Which of the workers may be what, (workers,) each.
+    """Roles of the workers, (workers,) each.
 
-    prefill, decode: those that do nothing else. groups: of those within which KV can travel.
-    fetches: whether a target may fetch a prefix, and compute the rest; then a source hands it on
+    prefill, decode: those that do nothing else. groups: KV can travel within each.
+    fetches: whether a target may fetch a prefix, and compute the rest; the source then hands it on
     without a request in its queue. (A vLLM that is told of fewer tokens than its prompt has dies.)
-    together: none answers a request alone.
+    together: whether none answers a request alone.
     """
 
     prefill: Mask
@@ -122,10 +123,10 @@ class Roles:
 
 
 def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
-    """None: every worker does both, and no KV can travel between any two.
+    """Returns the roles; None: every worker does both, and no KV can travel between any two.
 
-    KV travels between workers of one protocol, the first that any of them names, and
-    within groups of `group_of`.
+    KV travels between workers of one protocol, the first that any of them names, and within groups
+    of `group_of`.
     """
     protocol = next((info.kv_transfer for info in infos if info.kv_transfer), "")
     roles = [info.role for info in infos]
@@ -144,23 +145,26 @@ def roles_of(infos: Sequence[WorkerInfo]) -> Roles | None:
 
 
 class Demand(NamedTuple):
-    """What a request is promised of one worker."""
+    """One worker's share of a request.
+
+    prefill_tokens: 0: only to hold blocks. sending_s: for how long handing them on keeps its link
+    busy.
+    receiving_s: until the prefix that it fetches has come.
+    """
 
     prefill_tokens: int
-    """0: only to hold blocks."""
     prefill_s: float
     blocks: int
     sending_s: float = 0.0
-    """For how long handing them on keeps its link busy."""
     receiving_s: float = 0.0
-    """Until the prefix that it fetches has come."""
 
 
 class TransferRoute(NamedTuple):
     """Workers by their place in the candidates, and what the request costs there, in seconds.
 
-    source: the target's own place if that computes the prompt itself. held: leading blocks that it
-    hands on, and rest_s: for which the target computes what it still lacks; both of a fetch.
+    source: the target's own place if the target computes the prompt itself.
+    held: leading blocks that the source of a fetch hands on. rest_s: for which the target then
+    computes.
     """
 
     kind: TransferKind
@@ -184,15 +188,14 @@ def routes_with_source(
     rng: Generator,
     below: float = inf,
 ) -> list[TransferRoute]:
-    """The cheapest route of each kind but LOCAL; kinds without a pair of workers are left out, and
-    so are those of which no pair can cost as little as `below`.
+    """Returns the cheapest route of each kind but LOCAL, without kinds that have no pair of
+    workers, or no pair that can cost as little as `below`.
 
-    eligible: those that the request allows to compute its prompt, and targets: to decode it. room:
-    those that can take it. costs: the policy's.
-    published: leading blocks that each has on its device, (workers,), without those that it is only
-    foreseen to have. Policies other than `latency` do not count in seconds: by them a request is
-    split wherever there is a worker for nothing but prefill, between the cheapest of those and of
-    the others.
+    eligible: allowed to compute the prompt; targets: allowed to decode it; room: able to take it.
+    costs: the policy's.
+    published: leading blocks that each worker has on its device, (workers,), without foreseen ones.
+    Policies other than `latency` do not count in seconds: they split a request wherever there is a
+    worker for nothing but prefill, between the cheapest of those and of the others.
     """
     routes = [
         route
@@ -221,7 +224,6 @@ def _routes_within(
     rng: Generator,
     below: float,
 ) -> list[TransferRoute]:
-    """As `routes_with_source`, among the members of one group."""
     owners, targets = eligible & roles.sources, targets & room & roles.receivers
     if policy != "latency":
         source = _cheapest(costs.cost, owners & room & roles.prefill, rng)
@@ -240,7 +242,8 @@ def _routes_within(
 
 
 def _least_split(candidates: Candidates, costs: Costs) -> float:
-    """What any pair of `_split` costs at least: its cheapest halves, before anything travels."""
+    """Returns what any pair of `_split` costs at least: its cheapest halves, without the
+    transfer."""
     terms = costs.terms
     decoding = terms["queue_s"] + terms["memory_wait_s"]
     decoding += terms["eviction_s"]
@@ -250,8 +253,8 @@ def _least_split(candidates: Candidates, costs: Costs) -> float:
 
 
 def awaited_s(candidates: Candidates, published: Floats) -> Floats:
-    """Seconds until the worker has what is on its way to it, (workers,): of those that are foreseen
-    to hold more of the prompt than they have `published`. Of the others, 0."""
+    """Returns seconds until what is on its way to a worker is there, (workers,); 0 for workers that
+    are not foreseen to hold more of the prompt than they have `published`."""
     return np.where(candidates.overlap_device > published, candidates.receiving_s, 0.0)
 
 
@@ -263,13 +266,13 @@ def _split(
     targets: Mask,
     rng: Generator,
 ) -> TransferRoute | None:
-    """The cheapest pair of a source that computes the prompt and a target that decodes.
+    """Returns the cheapest pair of a source that computes the prompt and a target that decodes;
+    None: there is none.
 
     costs: of `latency`. The source costs what it would for the whole request, but for its decode,
     and the wait for its link, if that is busy until after its prefill. The target costs its
-    transfer, its queue, its memory and its decode: nothing of the prefill delays what it decodes.
-    What travels depends on the target alone, so that the two are found apart. What has yet to come
-    to a worker cannot be handed on. None: there is no such pair.
+    transfer, its queue, its memory and its decode. What travels depends on the target alone, so the
+    two are chosen apart. Blocks that have yet to come to a worker cannot be handed on.
     """
     terms = costs.terms
     computing = costs.cost - terms["decode_s"]
@@ -317,10 +320,11 @@ def _fetch(
     rng: Generator,
     below: float,
 ) -> TransferRoute | None:
-    """The cheapest target for what the source with the longest overlap holds.
+    """Returns the cheapest target for what the source with the longest overlap holds; None: no
+    target gains, or none can cost as little as `below`.
 
-    costs: of `latency`. Of the longest overlaps, the one that is free to send first is taken. None:
-    no target lacks what a source holds, or none can cost as little as `below`.
+    costs: of `latency`. Of several longest overlaps, the source that is free to send first is
+    taken.
     """
     held = published * sources
     longest = float(held[held.argmax()])
@@ -362,9 +366,9 @@ def _fetch(
 def demands(
     route: TransferRoute, candidates: Candidates, size: RequestSize, prefill_s: Floats
 ) -> tuple[Demand, Demand | None]:
-    """What the target owes, and what the source does; None: the target computes the prompt itself.
+    """Returns what the target owes, and what the source owes; None: the target computes the prompt.
 
-    prefill_s: as predicted of each worker, (workers,).
+    prefill_s: predicted of each worker, (workers,).
     """
     source, target = route.source, route.target
     if route.kind is TransferKind.FETCH:
@@ -397,13 +401,13 @@ def _sending_s(candidates: Candidates, target: int, tokens: float) -> float:
 
 
 def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:
-    """Seconds until so many tokens' KV has arrived, (workers,); 0 for none."""
+    """Returns seconds until so many tokens' KV has arrived, (workers,); 0 for none."""
     seconds: Floats = candidates.transfer_s + candidates.transfer_s_per_token * tokens
     return seconds if least(tokens) > 0.0 else np.where(tokens > 0.0, seconds, 0.0)
 
 
 def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> int | None:
-    """One of the cheapest of the allowed, at random; None: there is none, or each is ruled out."""
+    """Returns one of the cheapest of the allowed, at random; None: none is left."""
     costs = np.where(allowed, cost, np.inf)
     place = int(costs.argmin())
     lowest = costs[place]

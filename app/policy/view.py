@@ -56,17 +56,17 @@ class View:
         paused: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
         lapsed: Mapping[Incarnation, WorkerInfo] = MappingProxyType({}),
     ) -> None:
-        """paused: workers that are there, but get no requests. lapsed: those of which nothing is
-        heard."""
+        """paused: workers that are there, but get no requests. lapsed: workers that are not heard
+        of."""
         self.now_ms = snapshot.now_ms
         self.rounds = snapshot.rounds
         self.marks = snapshot.marks
         self.paused, self.lapsed = paused, lapsed
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
-        """By a mark, whom this replica leaves alone for it until a failure is judged."""
+        """Tries that this replica has yet to have judged, by mark and worker."""
         self.away = snapshot.away if snapshot.marks else {}
         self.trusts = workers.trusts
-        """Of the workers that are not exact."""
+        """Trust in the workers that are not exact."""
         if self.away:
             known = workers.trusts
             away = {i: lowest(known.get(i, Trust.EXACT), Trust.APPROXIMATE) for i in self.away}
@@ -74,7 +74,7 @@ class View:
         self.guessed = frozenset(
             inc for inc, trust in self.trusts.items() if trust is Trust.APPROXIMATE
         )
-        """Of whom nobody tells what they cache: what is routed there counts."""
+        """Workers of which nobody tells what they cache: what is routed there counts."""
         self.somebody_waits = snapshot.somebody_waits
         self.incarnations = workers.incarnations
         self.infos = workers.infos
@@ -84,12 +84,11 @@ class View:
         self.everybody = workers.everybody
         self.contexts = workers.contexts
         self.roles = workers.roles
-        """None: each worker does all of a request, and KV travels between none."""
         self.late_s = workers.late_s
         self._loads = snapshot.loads
         self._workers = workers
         self.failed_shares: Floats | None = None
-        """Of each worker's tries lately, (workers,); None: of nobody's."""
+        """Share of each worker's tries that failed lately, (workers,); None: none failed."""
         self._on_trial: NDArray[np.bool_] | None = None
         self._left_alone: defaultdict[str, dict[Incarnation, Mark]] = defaultdict(dict)
         if self.marks:
@@ -100,7 +99,7 @@ class View:
         self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
 
         self._others: Floats | None = None
-        """Rows of what no router reserved, to be added to `_rows`; None: there is nothing."""
+        """Rows to be added to `_rows`, of what no router reserved; None: there is nothing."""
         if workers.may_have_others:
             columns, block_size = self._loads.columns, workers.infos[0].block_size
             self._others = others_rows(
@@ -109,7 +108,7 @@ class View:
             self._rows += self._others
 
     def _heed_marks(self) -> None:
-        """Those on trial have their usual price, so that they get a request."""
+        """Workers on trial keep their usual price, so that they get a request."""
         shares, on_trial = np.zeros(len(self.infos)), np.zeros(len(self.infos), np.bool_)
         for inc, marks in self.marks.items():
             position = self.position(inc)
@@ -128,10 +127,10 @@ class View:
         self._on_trial = on_trial if on_trial.any() else None
 
     def _first_tokens_late_s(self) -> Floats:
-        """How much later than predicted first tokens come, (workers,).
+        """Returns how much later than predicted first tokens come, (workers,).
 
-        It fades, so that each worker is tried again; while that try is overdue, too, it is as much
-        as it was.
+        The figure fades, so that each worker is tried again; while that try is overdue, too, it
+        stays.
         """
         late_s, columns = np.zeros(len(self.infos)), self._loads.columns
         for inc, marks in self.marks.items():
@@ -144,20 +143,19 @@ class View:
         return late_s
 
     def rung(self, inc: Incarnation, info: WorkerInfo) -> Rung:
-        """Of one of the workers."""
         trust = self.trusts.get(inc, Trust.EXACT)
         return Rung(trust, info.trust_cause if trust is info.trust else "its agent is away")
 
     @property
     def away_s(self) -> list[float | None]:
-        """For how long each worker's agent has been away; None: it is not."""
+        """Seconds for which each worker's agent has been away; None: it is not."""
         since = map(self.away.get, self.incarnations)
         return [None if ms is None else max(0, self.now_ms - ms) / 1000 for ms in since]
 
     @cached_property
     def away_ones(self) -> NDArray[np.bool_] | None:
-        """Whose agents are away, (workers,); None: nobody's, or all of them: what befalls all says
-        nothing of any."""
+        """Mask of agents that are away, (workers,); None: no agent, or all: what befalls all tells
+        none apart."""
         if not self.away:
             return None
         ones = np.array([inc in self.away for inc in self.incarnations])
@@ -167,13 +165,13 @@ class View:
         return self.marks[inc].verdict(self.now_ms, has_lease=self.position(inc) is not None)
 
     def marked(self, name: str) -> Mapping[Incarnation, Mark]:
-        """Whom that model, path or caller found failing lately, be it that they are left alone for
-        it, or to be tried again."""
+        """Returns the workers that this model, path or caller found failing lately, whether they
+        are left alone for it or to be tried again."""
         return self._left_alone.get(name, {})
 
     def tried(self) -> NDArray[np.bool_] | None:
-        """Which workers on trial have the one request that they get until they answer it,
-        (workers,); None: there is none."""
+        """Returns which workers on trial have their one request, (workers,); None: none is on
+        trial."""
         if self._on_trial is None:
             return None
         columns = self._loads.columns
@@ -181,8 +179,8 @@ class View:
         return tried
 
     def left_alone(self, names: Iterable[str]) -> NDArray[np.bool_] | None:
-        """Which workers are to be left alone for one of these marks, (workers,); None: there is
-        none. After the pause for it, each gets one request at a time until it answers one."""
+        """Returns which workers are left alone for one of these marks, (workers,); None: none.
+        After the pause for it, each gets one request at a time until it answers one."""
         if not self._left_alone and not self.suspected:
             return None
         alone, columns = np.zeros(len(self.infos), np.bool_), self._loads.columns
@@ -200,17 +198,17 @@ class View:
 
     @property
     def loads(self) -> list[Load]:
-        """Of each worker, in a copy."""
+        """Copy of each worker's load."""
         return list(map(self._loads.at, range(len(self.incarnations))))
 
     @property
     def others_requests(self) -> list[float]:
-        """In each worker's engine, beyond those that routers reserved."""
+        """Requests in each worker's engine, beyond those that routers reserved."""
         others: list[float] = self._rows[OTHERS].tolist()
         return others
 
     def total(self, position: int) -> int:
-        """Reservations ever made on the worker at `position`."""
+        """Returns the number of reservations ever made on the worker at `position`."""
         return int(self._loads.columns[TOTAL, position])
 
     @property
@@ -219,10 +217,10 @@ class View:
         return float(self._rows[QUEUE].min()) if self.infos else 0.0
 
     def openings(self, max_queue_s: float) -> int:
-        """How many requests workers with a queue of at most `max_queue_s` take at once.
+        """Returns how many requests workers with a queue of at most `max_queue_s` take at once.
 
         If that is finite, any request may be the last that its worker takes, so each worker counts
-        as one opening.
+        once.
         """
         free = self._rows[MOST_REQUESTS] - self._rows[REQUESTS]
         free = free[(free > 0) & (self._rows[QUEUE] <= max_queue_s)]
@@ -235,7 +233,7 @@ class View:
         return not is_too_small and context_tokens <= self.contexts.least
 
     def candidates(self, overlaps: Overlaps) -> Candidates:
-        """The workers as a cost function sees them, for a prompt with these overlaps."""
+        """Returns the workers as a cost function sees them, for a prompt with these overlaps."""
         # A copy, as overlaps are this prompt's own and later decisions add to the loads.
         device, host, disk, *loads = self._rows.copy()
         for members, overlap in overlaps.shared:
@@ -250,7 +248,7 @@ class View:
         return Candidates(device, host, disk, *loads, *self._workers.reported)
 
     def reusable(self, overlaps: Overlaps, isl_tokens: int) -> Overlaps:
-        """What the engines would reuse of `overlaps`, those of a prompt of `isl_tokens`."""
+        """Returns what the engines would reuse of `overlaps`, for a prompt of `isl_tokens`."""
         # The last token is always computed, and with it the block that it is in.
         most = (isl_tokens - 1) // (self.block_size or 1)
         reused: dict[Incarnation, TierOverlap] = {}
@@ -267,7 +265,7 @@ class View:
         return Overlaps({inc: o for inc, o in (overlaps.flat() | reused).items() if o.total})
 
     def position(self, inc: Incarnation) -> int | None:
-        """The index of an incarnation in this view; None: it is not routed to."""
+        """Returns the index of an incarnation in this view; None: it is not routed to."""
         return self._workers.position.get(inc)
 
     def add(self, position: int, reservation: Reservation) -> None:
@@ -286,10 +284,8 @@ class View:
 
 
 def load_statistics(view: View) -> tuple[float, float]:
-    """Mean and sample standard deviation of the used fraction of KV blocks.
-
-    Over the workers that are not stale; 0 if there are too few.
-    """
+    """Returns mean and sample standard deviation of the used fraction of KV blocks, over workers
+    that are not stale; 0 if there are too few."""
     used = [
         m.metrics.kv_active_blocks / m.metrics.kv_total_blocks
         for m in view.measured
@@ -305,8 +301,8 @@ Mask = NDArray[np.bool_]
 
 
 def fitting(view: View, allowed: Mask, num_tokens: int) -> Mask:
-    """Those of the `allowed` workers, (workers,), whose engines take a prompt and an answer of so
-    many tokens together.
+    """Returns the `allowed` workers, (workers,), whose engines take a prompt and an answer of
+    `num_tokens` together.
 
     Raises PromptTooLarge if no worker does, and NoWorkers if none of the allowed does.
     """

@@ -1,4 +1,4 @@
-"""What is known about the live workers apart from their load."""
+"""The live workers apart from their load."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from app.policy.transfer import roles_of
 
 STALE_AFTER_INTERVALS = 10
 MAX_PLACES = 64
-"""Sets of workers; of 2,000 each they are 1 MB."""
+"""Sets of workers whose places are kept; of 2,000 workers each they are 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a worker last published, and when, by the Redis clock."""
+    """Figures that a worker last published, and when, by the Redis clock."""
 
     metrics: ForwardPassMetrics
     speed: Speed
@@ -42,7 +42,8 @@ class Measurement:
     at_ms: int
 
     def is_stale(self, now_ms: int, workers: int) -> bool:
-        """workers: how many there are, which determines how often each publishes."""
+        """Whether the worker should have published again long since. workers: how many there are,
+        which determines how often each publishes."""
         return now_ms - self.at_ms > STALE_AFTER_INTERVALS * 1000 * metrics_interval_s(workers)
 
 
@@ -50,8 +51,8 @@ UNMEASURED = Measurement(ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS, at_ms
 
 
 class Contexts:
-    """tokens: that each engine takes of a prompt and its answer together, (workers,); inf: it does
-    not say. least: of those."""
+    """Tokens that each engine takes of a prompt and its answer together, (workers,); inf: it does
+    not say. least: the smallest."""
 
     def __init__(self, infos: Sequence[WorkerInfo]) -> None:
         self.tokens = np.array([info.max_model_len or math.inf for info in infos], np.float64)
@@ -59,7 +60,7 @@ class Contexts:
 
 
 class Workers:
-    """Many views share it."""
+    """Registrations and measurements of the workers, which many views share."""
 
     def __init__(self, workers: Sequence[tuple[Incarnation, WorkerInfo, Measurement]]) -> None:
         self.incarnations = [inc for inc, _, _ in workers]
@@ -73,21 +74,20 @@ class Workers:
         self.trusts: Mapping[Incarnation, Trust] = {
             inc: info.trust for inc, info, _ in workers if info.trust is not Trust.EXACT
         }
-        """Of those who are not exact."""
+        """Trust in the workers that are not exact."""
         self.reuse_less = {
             inc: rule for inc, info, _ in workers if (rule := info.reuse_rule) != EVERY_BLOCK
         }
-        """Those whose engines do not reuse each block that they hold."""
+        """Workers whose engines do not reuse each block that they hold."""
         self.rows = np.empty((len(METRICS_ROWS) + len(SPEED_ROWS), len(workers)))
         self.reports = np.empty((len(reported.ROWS), len(workers)))
-        """What each says of what is in its engine: see app.policy.reported."""
         self._show(range(len(workers)))
         self.reported = tuple(self.rows)
-        """Its rows, one by one: to take a matrix apart takes time for each of them."""
+        """Rows one by one: to take a matrix apart takes time for each of them."""
         self.max_requests = np.array([info.max_requests for info in self.infos], dtype=np.float64)
         self.late_s = beyond_least(np.array([m.metrics.late_s for m in self.measured]))
-        """For how long each keeps others waiting beyond the one that does least, (workers,); None:
-        all alike. What befalls all says nothing of any."""
+        """Seconds for which each engine keeps others waiting beyond the least late one, (workers,);
+        None: all are alike, which tells none apart."""
 
     @property
     def kv_total_blocks(self) -> Floats:
@@ -95,7 +95,7 @@ class Workers:
         return totals
 
     def places_of(self, many: frozenset[Incarnation]) -> NDArray[np.intp]:
-        """Where those are that are routed to. Kept, as many prompts begin alike."""
+        """Returns the places of those that are routed to. Kept, as many prompts begin alike."""
         places = self._places.get(many)
         if places is None:
             if len(self._places) >= MAX_PLACES:
@@ -105,7 +105,7 @@ class Workers:
         return places
 
     def with_measured(self, measured: Mapping[Incarnation, Measurement]) -> Workers:
-        """The same workers, of which some have been measured anew."""
+        """Returns the same workers, some measured anew."""
         workers = copy(self)
         workers.measured, workers.rows = self.measured.copy(), self.rows.copy()
         workers.reports = self.reports.copy()
@@ -118,7 +118,6 @@ class Workers:
         return workers
 
     def _show(self, places: Sequence[int]) -> None:
-        """Write what was measured at some places into the rows."""
         some = [self.measured[place] for place in places]
         rows = matrix([measured_rows(m.metrics, m.speed) for m in some], len(self.rows))
         # As registered, until the worker has reported it.
@@ -138,7 +137,7 @@ class Workers:
 
 
 def beyond_least(late_s: Floats) -> Floats | None:
-    """How much later each is than the one that is least; None: all are alike."""
+    """Returns how much later each worker is than the least late one; None: all are alike."""
     if not late_s.any():
         return None
     beyond: Floats = late_s - late_s.min()
