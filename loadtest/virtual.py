@@ -23,7 +23,6 @@ arrives together stays together."""
 FAILURES = {
     SimLoss.FULL: FailureKind.FULL,
     SimLoss.NO_WORKERS: FailureKind.UNAVAILABLE,
-    SimLoss.CRASH: FailureKind.BROKEN_STREAM,
 }
 
 

@@ -117,29 +117,6 @@ class SimFleet:
             worker.status = Status.DRAINING
             self._leave_if_drained(worker)
 
-    def crash(self, place: int) -> None:
-        """The worker is gone at once. Requests without a first token go to others; those that
-        have one are lost."""
-        worker = self.workers[place]
-        if worker.status is Status.LIVE:
-            self._live.remove(place)
-        worker.status, worker.gone_s = Status.GONE, self.now_s
-        stranded = [flight for flight in self._flights.values() if place in flight.needs]
-        for flight in stranded:
-            self._forget(flight, self.now_s)
-        for flight in stranded:
-            if flight.first_token_s is None:
-                self._queue(flight)
-            else:
-                flight.then(flight.lost(SimLoss.CRASH, f"worker {place} crashed"), self.now_s)
-
-    def slow(self, place: int, slowness: float) -> None:
-        """From its next step on, the worker takes `slowness` times as long as it should."""
-        worker = self.workers[place]
-        if worker.quiet is not None:
-            self._end_quiet(worker, worker.quiet, self.now_s)
-        worker.slowness = slowness
-
     def warm(self, place: int, request: SimRequest) -> None:
         """The worker's cache is as if it had just answered the request."""
         worker = self.workers[place]
@@ -271,10 +248,7 @@ class SimFleet:
         self._flights[flight.request.request_id] = flight
         self.workers[flight.worker].num_requests += 1
         if source is None:
-            worker, attempt = self.workers[flight.worker], flight.attempts
-            self._submit_once_come(
-                worker, flight.request, now_s, lambda: flight.attempts != attempt
-            )
+            self._submit_once_come(self.workers[flight.worker], flight.request, now_s)
             return
         supplier = self.workers[source.worker]
         name = f"{flight.request.request_id}~source{flight.attempts}"
@@ -283,23 +257,16 @@ class SimFleet:
         supplier.num_requests += 1
         if plan.kind is TransferKind.SPLIT:
             alone = replace(flight.request, request_id=name, max_tokens=1)
-            self._submit_once_come(supplier, alone, now_s, lambda: supply.is_over)
+            self._submit_once_come(supplier, alone, now_s)
         else:
             prefix = flight.request.blocks[: source.booking.reservation.blocks]
             self._send(flight, supply, prefix, now_s)
 
-    def _submit_once_come(
-        self, worker: SimWorker, request: SimRequest, now_s: float, is_over: Callable[[], bool]
-    ) -> None:
-        """Submit a request, once what is on its way of its prefix is there, unless it is over."""
+    def _submit_once_come(self, worker: SimWorker, request: SimRequest, now_s: float) -> None:
+        """Submit a request once what is on its way of its prefix is there."""
         comes_s = worker.has_come_s(request.blocks, now_s)
-
-        def again(then_s: float) -> None:
-            if worker.status is not Status.GONE and not is_over():
-                self._submit_once_come(worker, request, then_s, is_over)
-
         if comes_s > now_s:
-            self.at(comes_s, again)
+            self.at(comes_s, lambda then_s: self._submit_once_come(worker, request, then_s))
         else:
             self._submit(worker, request, None, now_s)
 
@@ -335,8 +302,6 @@ class SimFleet:
     def _transfer(self, flight: Flight, supply: Supply, stop: int, now_s: float) -> None:
         """Send the tokens up to `stop` that the target lacks, once those have come that are on
         their way."""
-        if supply.is_over:
-            return  # A crash has ended it.
         request, size = flight.request, self.setting.block_size
         source, target = self.workers[supply.source], self.workers[flight.worker]
         comes_s = target.has_come_s(request.blocks, now_s)
@@ -355,8 +320,6 @@ class SimFleet:
         there = blocks[: received.stop // self.setting.block_size]
         for block in there:
             worker.coming.pop(block, None)
-        if supply.is_over:
-            return  # A crash has ended it.
         self._end_supply(supply)
         worker.engine.take_in(there)
         worker.holdings.publish(worker.engine.take_events(), now_s)
@@ -365,7 +328,6 @@ class SimFleet:
     def _end_supply(self, supply: Supply) -> None:
         """The source is no longer needed, although its blocks count until the first token."""
         source = self.workers[supply.source]
-        supply.is_over = True
         del self._supplied[supply.name]
         source.engine.cancel(supply.name)
         source.engine.let_go(supply.name)
@@ -385,31 +347,28 @@ class SimFleet:
         step = worker.engine.step()
         worker.is_stepping = step is not None
         if step is not None:
-            took_s = worker.slowness * step.duration_s
-            self.at(now_s + took_s, lambda end_s: self._end_step(worker, step, took_s, end_s))
+            self.at(now_s + step.duration_s, lambda end_s: self._end_step(worker, step, end_s))
         else:
             self._leave_if_drained(worker)
 
     def _skip(self, worker: SimWorker, num_steps: int, since_s: float) -> None:
         """Pass the decode-only steps from `since_s` on in one go, unless a request arrives."""
-        worker.quiet = quiet = Quiet(since_s, num_steps, worker.slowness)
+        worker.quiet = quiet = Quiet(since_s, num_steps)
         worker.is_stepping = True
 
         def end(now_s: float) -> None:
-            if worker.quiet is quiet and worker.status is not Status.GONE:
+            if worker.quiet is quiet:
                 worker.publish_metrics(now_s)
                 step = worker.engine.skip(num_steps)
-                worker.learner.observe(step, quiet.slowness * step.duration_s)
+                worker.learner.observe(step, step.duration_s)
                 self._step(worker, now_s)
 
-        self.at(since_s + worker.slowness * worker.engine.decode_s(num_steps), end)
+        self.at(since_s + worker.engine.decode_s(num_steps), end)
 
-    def _end_step(self, worker: SimWorker, step: EngineStep, took_s: float, now_s: float) -> None:
-        if worker.status is Status.GONE:
-            return
+    def _end_step(self, worker: SimWorker, step: EngineStep, now_s: float) -> None:
         worker.publish_metrics(now_s)
         answers = [done for done in step.finished if done.request_id in self._flights]
-        worker.learner.observe(step, took_s, self._supplied)
+        worker.learner.observe(step, step.duration_s, self._supplied)
         worker.holdings.publish(worker.engine.take_events(), now_s)
         for request_id in step.first_tokens:
             if request_id in self._flights:
@@ -429,7 +388,10 @@ class SimFleet:
             self._tell(flight.replica, flight.supply.source, now_s, Books.release, request_id)
 
     def _finish(self, flight: Flight, finished: Finished, now_s: float) -> None:
-        self._forget(flight, now_s)
+        request_id = flight.request.request_id
+        del self._flights[request_id]
+        self.workers[flight.worker].num_requests -= 1
+        self._tell(flight.replica, flight.worker, now_s, Books.release, request_id)
         supply, cached_tokens = flight.supply, finished.cached_tokens
         if supply is not None and supply.kind is TransferKind.SPLIT:
             cached_tokens = supply.cached_tokens
@@ -445,19 +407,6 @@ class SimFleet:
             kind=TransferKind.LOCAL if supply is None else supply.kind,
         )
         flight.then(answer, now_s)
-
-    def _forget(self, flight: Flight, now_s: float) -> None:
-        """The request is no longer with its worker."""
-        request, worker = flight.request, self.workers[flight.worker]
-        del self._flights[request.request_id]
-        worker.num_requests -= 1
-        self._tell(flight.replica, flight.worker, now_s, Books.release, request.request_id)
-        supply = flight.supply
-        if supply is None or flight.first_token_s is not None:
-            return
-        self._tell(flight.replica, supply.source, now_s, Books.release, request.request_id)
-        if not supply.is_over:
-            self._end_supply(supply)
 
     def _leave_if_drained(self, worker: SimWorker) -> None:
         if worker.status is Status.DRAINING and not worker.num_requests:

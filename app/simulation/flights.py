@@ -46,8 +46,6 @@ class SimLoss(StrEnum):
     FULL = "full"
     """Every worker was full."""
     NO_WORKERS = "no_workers"
-    CRASH = "crash"
-    """Its worker crashed after the first token; before that, another one takes the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,6 @@ class Supply:
     """Of the request there."""
     cached_tokens: int = 0
     """Of a split: what the source did not compute."""
-    is_over: bool = False
-    """Whether it has arrived, or never will."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,12 +108,6 @@ class Flight:
     first_token_s: float | None = None
     supply: Supply | None = None
     """None: its worker computes the prompt."""
-
-    @property
-    def needs(self) -> set[int]:
-        """The workers without which it cannot go on."""
-        supply = self.supply
-        return {self.worker} if supply is None or supply.is_over else {self.worker, supply.source}
 
     def lost(self, loss: SimLoss, reason: str) -> SimAnswer:
         return SimAnswer(self.request, self.arrival_s, self.attempts, loss, reason)

@@ -35,11 +35,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """Steps under way that only decode. slowness: of the worker, while they are."""
+    """Steps under way that only decode."""
 
     since_s: float
     num_steps: int
-    slowness: float
 
 
 class SimWorker:
@@ -71,8 +70,6 @@ class SimWorker:
         self.live_s = math.inf
         self.gone_s = math.inf
         self.num_requests = 0
-        self.slowness = 1.0
-        """Over how long its steps should take."""
         self.is_stepping = False
         self.quiet: Quiet | None = None
         self.coming: dict[SequenceHash, float] = {}
@@ -94,8 +91,9 @@ class SimWorker:
             self.metrics = replace(self.metrics, kv_idle_before_evict_s=0.0)
         if now_s >= self._speed_due_s:
             self._speed_due_s = now_s + SPEED_INTERVAL_S
-            speed = self.learner.speed()
-            self.speed = replace(speed, **self.sending.speed) if self.sending is not None else speed
+            self.speed = self.learner.speed()
+            if self.sending is not None:
+                self.speed = replace(self.speed, **self.sending.speed)
 
     def column(
         self,
@@ -126,12 +124,10 @@ class SimWorker:
         return max((when_s for when_s in of_some if when_s is not None), default=now_s)
 
     def step_under_way(self, quiet: Quiet, now_s: float) -> int:
-        """Which of the quiet steps ends next, counted from 1."""
-
-        def end_s(num_steps: int) -> float:
-            return quiet.slowness * self.engine.decode_s(num_steps)
-
-        return 1 + bisect_left(range(1, quiet.num_steps), now_s - quiet.since_s, key=end_s)
+        """Returns which of the quiet steps ends next, counted from 1."""
+        return 1 + bisect_left(
+            range(1, quiet.num_steps), now_s - quiet.since_s, key=self.engine.decode_s
+        )
 
     def held_s(self, until_s: float) -> float:
         """Seconds for which it has had its hardware."""

@@ -1,16 +1,14 @@
-"""Workers that join, leave, crash and slow down in virtual time."""
+"""Workers that join and leave in virtual time."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from app.core.loads import Load
 from app.core.types import SequenceHash
 from app.simulation.fleet import SimFleet
-from app.simulation.flights import SimLoss
 from app.simulation.profiles import USUAL
-from app.simulation.setting import Setting, Sharing
+from app.simulation.setting import Setting
 from app.simulation.steps import SimRequest
 from app.simulation.worker import Status
 
@@ -101,54 +99,6 @@ def test_a_worker_without_requests_leaves_at_once(status):
     fleet.at(5.0, lambda _: fleet.drain(place))
     fleet.run()
     assert (fleet.workers[place].status, fleet.workers[place].gone_s) == (Status.GONE, 5.0)
-
-
-@pytest.mark.parametrize("sharing", list(Sharing))
-def test_a_crash_loses_only_answers_that_have_begun(sharing):
-    played = PlayedFleet(Setting(num_workers=2, replicas=2, sharing=sharing), "round_robin")
-    # A prompt of 25,600 tokens prefills for over two seconds. Each replica goes round the workers.
-    for n, one in enumerate(burst(4, "long", blocks=100)):
-        played.ask(0.01 * n, one)
-    played.ask(0.5, *burst(4, "behind"))
-    played.ask(29.0, *burst(4, "decoding", output_tokens=1000))
-    played.fleet.at(1.0, lambda _: played.fleet.crash(1))
-    played.fleet.run(until_s=30.0)
-    assert [answer.worker for answer in played.answers.values()] == [0] * 8
-    played.fleet.crash(0)
-    played.ask(31.0, request("nobody"))
-    played.fleet.run()
-    assert {played.answers[f"decoding{i}"].loss for i in range(4)} == {SimLoss.CRASH}
-    assert played.answers["nobody"].loss is SimLoss.NO_WORKERS
-    for replica in played.fleet.replicas:
-        for books in replica.books:
-            load = books.load
-            assert load == Load(head_since_ms=load.head_since_ms, total=load.total)
-
-
-@pytest.mark.parametrize("slowed_s", [0.0, 2.0])
-def test_a_slower_worker_takes_longer_from_its_next_step_on(slowed_s):
-    def end_s(slowness):
-        played = PlayedFleet(Setting(num_workers=1))
-        played.ask(0.0, request("r", output_tokens=200))
-        played.fleet.at(slowed_s, lambda _: played.fleet.slow(0, slowness))
-        played.fleet.run()
-        end_s = played.answers["r"].end_s
-        assert end_s is not None
-        return end_s
-
-    usual_s = end_s(1.0)
-    # One step of 25 ms may be under way when the worker slows down.
-    assert end_s(3.0) == pytest.approx(slowed_s + 3 * (usual_s - slowed_s), abs=0.2)
-
-
-def test_routers_learn_that_a_worker_has_become_slower():
-    played = PlayedFleet(Setting(num_workers=2), "latency")
-    played.fleet.slow(1, 4.0)
-    for second in range(300):
-        played.ask(float(second), request(f"r{second}", first=1000 * second, blocks=8))
-    played.fleet.run()
-    late = [played.worker_of(f"r{second}") for second in range(200, 300)]
-    assert late.count(0) > 2 * late.count(1)
 
 
 def test_blocks_counts_once_what_requests_in_flight_share():

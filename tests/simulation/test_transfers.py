@@ -193,26 +193,6 @@ def test_held_blocks_are_not_evicted_until_let_go():
     engine.check()
 
 
-@pytest.mark.parametrize("crashed", [0, 1])
-@pytest.mark.parametrize("when_s", [0.1, 1.0])
-def test_a_request_whose_source_or_target_crashes_is_decided_again(crashed, when_s):
-    both = replace(PAIR, num_workers=4, roles=(Role.PREFILL, Role.DECODE) * 2)
-    played = PlayedFleet(both, "latency")
-    # The rest of the fleet comes to be used only after the crash.
-    played.ask(0.0, request("r", blocks=8))
-    played.fleet.run(until_s=when_s)
-    (flight,) = played.fleet._flights.values()
-    assert flight.supply is not None
-    played.fleet.crash((flight.supply.source, flight.worker)[crashed])
-    played.fleet.run()
-    answer = played.answers["r"]
-    assert (answer.loss, answer.attempts) == (None, 2)
-    for books in played.fleet.replicas[0].books:
-        assert books.load.requests == books.load.blocks == books.load.decoding == 0
-    for worker in played.fleet.workers:
-        worker.engine.check()
-
-
 def test_a_fleet_of_prefill_workers_answers_nothing():
     played = PlayedFleet(replace(PAIR, num_workers=1), "latency")
     played.ask(0.0, request("r"))
