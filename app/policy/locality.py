@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from app.core.overlaps import Overlaps
 from app.core.types import Incarnation
-from app.policy.affinity import Affinity
-from app.policy.choose import Choice
-from app.policy.cost import Candidates, RequestSize
-from app.policy.view import View
+
+if TYPE_CHECKING:
+    from app.policy.plan import Plan
 
 
 class Locality(StrEnum):
@@ -46,20 +41,9 @@ class Best(NamedTuple):
     blocks: int
 
 
-def locality_of(
-    view: View,
-    candidates: Candidates,
-    size: RequestSize,
-    overlaps: Overlaps,
-    allowed: NDArray[np.bool_],
-    eligible: NDArray[np.bool_],
-    choice: Choice,
-    affinity: Affinity | None,
-) -> tuple[Locality, Best]:
-    """Returns what became of the longest overlap, unless DEGRADED, and whose it is.
-
-    eligible: allowed by the request, with engines that take it.
-    """
+def locality_of(plan: Plan) -> tuple[Locality, Best]:
+    """Returns what became of the longest overlap, unless DEGRADED, and whose it is."""
+    view, choice, overlaps = plan.view, plan.choice, plan.query.overlaps
     chosen = overlaps.get(view.incarnations[choice.index])
     overlap = chosen.total if chosen is not None else 0
     holder: Incarnation | None = None
@@ -73,31 +57,26 @@ def locality_of(
     best = Best(str(view.infos[position].key) if longest else "", longest)
     if position == choice.index:
         return (Locality.KEPT if overlap else Locality.NONE), best
-    if not allowed[position]:
+    if not plan.who.allowed[position]:
         return Locality.EXCLUDED, best
-    if not eligible[position]:
+    if not plan.who.able[position]:
         return Locality.FULL, best
     if view.failed_shares is not None and view.failed_shares[position]:
         return Locality.FAILING, best
-    return _reason(candidates, size, choice, affinity, position), best
+    return _reason(plan, position), best
 
 
-def _reason(
-    candidates: Candidates,
-    size: RequestSize,
-    choice: Choice,
-    affinity: Affinity | None,
-    best: int,
-) -> Locality:
+def _reason(plan: Plan, best: int) -> Locality:
     """Returns why the worker at `best`, which could take the request, was not chosen."""
+    candidates, choice = plan.candidates, plan.choice
     is_full = candidates.active_requests[best] >= candidates.max_requests[best]
-    if is_full or 0 < candidates.kv_total_blocks[best] < size.isl_blocks:
+    if is_full or 0 < candidates.kv_total_blocks[best] < plan.size.isl_blocks:
         return Locality.FULL
     cost = choice.costs.cost
     # It may even be cheaper: with a temperature, or if a policy compares only two workers.
     if cost[best] <= cost[choice.index]:
         return Locality.TIE
-    if affinity is not None:
+    if plan.affinity is not None:
         discount = choice.costs.terms["affinity"][choice.index]
         if cost[best] < cost[choice.index] - discount:
             return Locality.SESSION

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from app.core.chains import hex_text
 from app.core.errors import NoWorkers
 from app.core.fetches import Fetch
 from app.core.loads import Reservation
-from app.core.outcomes import Ending
-from app.core.pace import Pace
 from app.core.settings.router import RouterSettings
 from app.core.trust import Trust, lowest
-from app.core.types import NO_OVERLAP, Incarnation, TierOverlap
+from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
 from app.policy.cost import (
     POLICIES,
     Candidates,
     CostFunction,
-    Costs,
     Floats,
     RequestSize,
     awaiting,
@@ -34,73 +28,86 @@ from app.policy.cost import (
     sharing,
 )
 from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
-from app.policy.health import avoided, avoiding, late, unheard, without_avoided
+from app.policy.eligible import Eligible, eligible_of
+from app.policy.health import avoiding, late, unheard
 from app.policy.kv_lease import counts_leases
-from app.policy.locality import Best, Locality, locality_of
-from app.policy.record import NOT_OF_CANDIDATES, ChoiceInputs, DecisionRecord, sampled
+from app.policy.locality import Locality, locality_of
 from app.policy.transfer import (
     Demand,
-    Roles,
+    TransferInputs,
     TransferKind,
     TransferRoute,
     awaited_s,
     demands,
     routes_with_source,
 )
-from app.policy.view import View, fitting
+from app.policy.view import View
 
 MAX_PREFILL_S = 86_400.0
 """Longer prefills are no measurement, and a sum of many would not fit into Redis's integers."""
-DETAILED_WORKERS = 64
-"""Candidates are recorded less often with more workers: of 1,000 they are 160 KB of Redis's memory
-each time, and 20 routers could record them 400 times a second."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
-    """One try's choice: the worker at `position` of the view, its source at `source_position`, and
-    the reservation, which names the one on its source."""
+    """One try to place a request: what it was decided from, and the decision.
 
-    request: RouteRequest
-    position: int
-    source_position: int | None
-    reservation: Reservation
-    decision: Decision
+    published: leading blocks that each worker has on its device, (workers,). route: by which the
+    prompt gets to the chosen worker. reservation: on that worker; it names the one on its source.
+    """
+
+    query: Query
     view: View
+    degraded: bool
+    policy: str
+    size: RequestSize
     candidates: Candidates
-    costs: Costs
-    eligible: NDArray[np.bool_]
+    published: Floats
     affinity: Affinity | None
+    who: Eligible
+    choice: Choice
+    route: TransferRoute = field(init=False)
+    reservation: Reservation = field(init=False)
+    decision: Decision = field(init=False)
+
+    @property
+    def request(self) -> RouteRequest:
+        return self.query.request
+
+    @property
+    def position(self) -> int:
+        """Place of the chosen worker in the view."""
+        return self.route.target
 
     def count(self) -> None:
         """Count in the view what is, or is about to be, reserved."""
-        self.view.add(self.position, self.reservation)
-        if self.reservation.source is not None and self.source_position is not None:
-            self.view.add(self.source_position, self.reservation.source)
+        self.view.add(self.route.target, self.reservation)
+        if self.reservation.source is not None:
+            self.view.add(self.route.source, self.reservation.source)
+
+    @property
+    def _holds_first(self) -> int:
+        """Place of the worker that will be the first to hold the whole prompt."""
+        is_split = self.route.kind is TransferKind.SPLIT
+        return self.route.source if is_split else self.route.target
 
     @property
     def holder(self) -> Incarnation:
         """The worker that will be the first to hold the whole prompt."""
-        source = self.reservation.source
-        computes = source is not None and not source.only_holds
-        return (source if source is not None and computes else self.reservation).incarnation
+        return self.view.incarnations[self._holds_first]
 
     @property
     def lacking_tokens(self) -> int:
         """Tokens of the prompt that `holder` lacks."""
-        is_target = self.holder == self.reservation.incarnation
-        at = self.position if is_target or self.source_position is None else self.source_position
-        held = self.candidates.overlap_at(at) * self.decision.worker.block_size
-        return self.decision.isl_tokens - int(held)
+        held = self.candidates.overlap_at(self._holds_first) * self.size.block_size
+        return self.size.isl_tokens - int(held)
 
     @property
     def saved_s(self) -> float:
         """Predicted seconds by which held blocks shorten the prefill."""
-        overlap, isl, candidates = self.decision.overlap, self.decision.isl_tokens, self.candidates
+        overlap, isl, candidates = self.decision.overlap, self.size.isl_tokens, self.candidates
         if not overlap.total:
             return 0.0
-        at = self.position if self.source_position is None else self.source_position
-        block = self.decision.worker.block_size
+        at, block = self.route.source, self.size.block_size
         # As numpy's numbers they would take three times as long.
         host_s = candidates.host_s_per_token.item(at)
         disk_s = candidates.disk_s_per_token.item(at)
@@ -109,44 +116,6 @@ class Plan:
         loads_s = block * (overlap.host * host_s + overlap.disk * disk_s)
         saved = isl - max(isl - overlap.total * block, 1)
         return max(0.0, float(saved * per_token + saved**2 / 2 * per_pair - loads_s))
-
-    def record(self, details: Pace, now_s: float, ending: Ending | None = None) -> DecisionRecord:
-        """Returns the record to keep of the decision. As many as `details` allows by `now_s` have
-        all that they were made from; more than DETAILED_WORKERS count as several decisions."""
-        decision, request = self.decision, self.request
-        seen: ChoiceInputs | None = None
-        size = max(1.0, len(self.view.infos) / DETAILED_WORKERS)
-        if request.explain or details.allows(now_s, size):
-            workers = [str(info.key) for info in self.view.infos]
-            eligible = self.eligible.tolist()
-            block_size = decision.worker.block_size
-            terms = self.costs.terms
-            others = {name: terms[name] for name in NOT_OF_CANDIDATES if name in terms}
-            seen = ChoiceInputs(
-                *(workers, block_size, self.candidates, eligible, self.affinity, others)
-            )
-        return DecisionRecord(
-            request_id=decision.request_id,
-            at_ms=self.view.now_ms,
-            worker=str(decision.worker.key),
-            source=_source_text(decision.source),
-            policy=decision.policy,
-            trust=decision.trust,
-            tenant=request.tenant,
-            priority=request.priority,
-            model=request.model,
-            locality=decision.locality,
-            isl_tokens=decision.isl_tokens,
-            part_tokens=request.part_tokens,
-            full_blocks=len(request.chain),
-            overlap=decision.overlap,
-            best=decision.best,
-            tries=decision.tries,
-            waited_ms=decision.waited_ms,
-            hex_blocks=hex_text(sampled(request.chain)).decode(),
-            ending=ending,
-            seen=seen,
-        )
 
 
 _cost_of = attrgetter("cost")
@@ -177,10 +146,10 @@ class WorkerSelector:
         )
         candidates, published = _candidates(query, view, degraded=degraded)
         affinity = self._affinity(query, view)
-        allowed, able, eligible, targets = _who_may(request, view, candidates, size)
+        who = eligible_of(request, view, candidates, size)
         choice = choose(
             *(policy, candidates, size),
-            eligible=targets,
+            eligible=who.targets,
             rng=self._rng,
             nth=self._decisions,
             temperature=self._temperature,
@@ -188,64 +157,36 @@ class WorkerSelector:
             max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
         )
         self._decisions += request.reserve
-        routes = self._routes(
-            *(query, view, policy, candidates, size, choice),
-            *(eligible, targets, published, degraded),
-        )
-        route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
-        wanted = _reservation(query, view, size, route, candidates, choice)
-        if wanted.source is not None:
+        decided_from = (query, view, degraded, policy, size, candidates, published, affinity)
+        plan = Plan(*decided_from, who, choice)
+        routes = self._routes(plan)
+        plan.route = route = min(routes, key=_cost_of) if len(routes) > 1 else routes[0]
+        plan.reservation = _reservation(plan)
+        if plan.reservation.source is not None:
             # What matters is what the worker holds that computes the prompt, or hands it on.
-            choice = Choice(route.source, choice.costs, choice.tied)
-        locality, best = locality_of(
-            view, candidates, size, query.overlaps, allowed, able, choice, affinity
-        )
-        decision = _decision(
-            *(query, view, size, route, wanted, policy),
-            tied=choice.tied,
-            degraded=degraded,
-            locality=Locality.DEGRADED if degraded else locality,
-            best=best,
-            queue_s=float(candidates.prefill_s[route.source]),
-        )
+            plan.choice = Choice(route.source, choice.costs, choice.tied)
+        plan.decision = _decision(plan)
         if request.explain:
-            _explain(decision, query, view, eligible, choice, candidates, routes)
-        source = None if wanted.source is None else route.source
-        return Plan(
-            *(request, route.target, source, wanted, decision, view, candidates, choice.costs),
-            *(targets, affinity),
-        )
+            _explain(plan, routes)
+        return plan
 
-    def _routes(
-        self,
-        query: Query,
-        view: View,
-        policy: str,
-        candidates: Candidates,
-        size: RequestSize,
-        choice: Choice,
-        eligible: NDArray[np.bool_],
-        targets: NDArray[np.bool_],
-        published: Floats,
-        degraded: bool,
-    ) -> list[TransferRoute]:
+    def _routes(self, plan: Plan) -> list[TransferRoute]:
         """Returns the cheapest route, and where an explanation shows them, one of each kind. Raises
         NoWorkers if there is none."""
-        at, roles = choice.index, view.roles
-        local = TransferRoute(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
-        may_be_alone = degraded or query.request.local_only
-        if roles is None or (may_be_alone and not roles.together):
+        request, policy, size, candidates = plan.request, plan.policy, plan.size, plan.candidates
+        at, costs, roles = plan.choice.index, plan.choice.costs, plan.view.roles
+        local = TransferRoute(TransferKind.LOCAL, at, at, float(costs.cost[at]))
+        if roles is None or ((plan.degraded or request.local_only) and not roles.together):
             return [local]
         if size.isl_tokens <= 1 and not roles.together:
             return [local]  # engines compute the last token themselves, so nothing travels
         must_split = roles.together or bool(self._strict_roles and roles.decode[at])
-        prices_all = must_split or policy != "latency" or query.request.explain
-        room = has_room(candidates, size)
-        below = math.inf if prices_all else local.cost
-        routes = routes_with_source(
-            *(policy, candidates, size, choice.costs, eligible, room, targets, roles),
-            *(published, self._rng, below),
+        prices_all = must_split or policy != "latency" or request.explain
+        given = TransferInputs(
+            *(policy, candidates, size, costs, plan.who.eligible, has_room(candidates, size)),
+            *(plan.who.targets, roles, plan.published, self._rng),
         )
+        routes = routes_with_source(given, math.inf if prices_all else local.cost)
         # Other policies do not count in seconds: where a request can be split, it is.
         if not must_split and (policy == "latency" or not routes):
             routes.insert(0, local)
@@ -254,9 +195,7 @@ class WorkerSelector:
         return routes
 
     def _affinity(self, query: Query, view: View) -> Affinity | None:
-        if query.session_at is None:
-            return None
-        position = view.position(query.session_at)
+        position = None if query.session_at is None else view.position(query.session_at)
         if position is None:
             return None
         fraction = query.followed or self._session_affinity
@@ -301,133 +240,77 @@ def _candidates(query: Query, view: View, *, degraded: bool) -> tuple[Candidates
     return candidates, published
 
 
-class _WhoMay(NamedTuple):
-    """Masks of workers, (workers,) each: allowed by the request; of those, with engines that take
-    it; of those, not avoided; and of those, fit to decode it."""
-
-    allowed: NDArray[np.bool_]
-    able: NDArray[np.bool_]
-    eligible: NDArray[np.bool_]
-    targets: NDArray[np.bool_]
-
-
-def _who_may(
-    request: RouteRequest, view: View, candidates: Candidates, size: RequestSize
-) -> _WhoMay:
-    allowed = _eligible(view, request)
-    targets = allowed if view.roles is None else _targets(allowed, view.roles)
-    able = allowed
-    if request.context_tokens > view.contexts.least:
-        targets = fitting(view, targets, request.context_tokens)
-        # A source computes the prompt and one token.
-        alone = request.context_tokens - request.output_tokens + 1
-        able = targets if view.roles is None else fitting(view, allowed, alone)
-    heeds = view.knows_failures or view.suspected
-    avoid = avoided(view, request.marks) if heeds else None
-    if avoid is None:
-        return _WhoMay(allowed, able, able, targets)
-    room = has_room(candidates, size)
-    roles = () if view.roles is None else (targets, view.roles.prefill)
-    eligible = without_avoided(able, room, avoid, roles)
-    return _WhoMay(allowed, able, eligible, targets & eligible)
-
-
-def _eligible(view: View, request: RouteRequest) -> NDArray[np.bool_]:
-    if not request.exclude:
-        return view.everybody
-    keys = [info.key for info in view.infos]
-    return np.array([request.exclude.isdisjoint((key.worker_id, str(key))) for key in keys])
-
-
-def _decision(
-    query: Query,
-    view: View,
-    size: RequestSize,
-    route: TransferRoute,
-    wanted: Reservation,
-    policy: str,
-    *,
-    tied: bool,
-    degraded: bool,
-    locality: Locality,
-    best: Best,
-    queue_s: float,
-) -> Decision:
-    """Returns the answer for a route, without an explanation. queue_s: of prefills, where the
-    prompt is computed."""
-    reserves = query.request.reserve and not degraded
-    source = view.incarnations[route.source]
+def _decision(plan: Plan) -> Decision:
+    """Returns the answer for a plan, without an explanation."""
+    query, view, route, wanted = plan.query, plan.view, plan.route, plan.reservation
+    reserves = query.request.reserve and not plan.degraded
+    source, target = view.incarnations[route.source], view.incarnations[route.target]
     overlap = query.overlaps.get(source, NO_OVERLAP)
     if route.kind is TransferKind.FETCH:
         overlap = overlap.first(route.held)
     bound = min(overlap.total, query.bound.get(source, 0))
-    chosen = (source, view.incarnations[route.target])
-    is_away = not view.away.keys().isdisjoint(chosen)
+    is_away = not view.away.keys().isdisjoint((source, target))
+    locality, best = locality_of(plan)
+    queue_s = float(plan.candidates.prefill_s[route.source])
+    of_source = None
+    if wanted.source is not None:
+        promised = wanted.source if reserves else None
+        of_source = Source(route.kind, view.infos[route.source], overlap, promised)
     return Decision(
         request_id=query.request.request_id,
         worker=view.infos[route.target],
-        incarnation=view.incarnations[route.target],
+        incarnation=target,
         overlap=overlap,
         bound_blocks=bound,
         isl_tokens=query.request.isl_tokens,
-        isl_blocks=size.isl_blocks,
-        policy=policy,
-        tied=tied,
+        isl_blocks=plan.size.isl_blocks,
+        policy=plan.policy,
+        tied=plan.choice.tied,
         tries=query.tries,
-        degraded=degraded or query.is_short or is_away,
-        trust=_trust(query, bound, [view.trusts.get(inc) for inc in chosen], degraded=degraded),
+        degraded=plan.degraded or query.is_short or is_away,
+        trust=_trust(plan, bound, view.trusts.get(source), view.trusts.get(target)),
         reservation=wanted if reserves else None,
         reservation_id=query.reservation_id,
-        locality=locality,
+        locality=Locality.DEGRADED if plan.degraded else locality,
         best=best,
         waited_ms=query.waited_ms,
         expected_s=queue_s + (wanted.source or wanted).prefill_us / 1e6,
-        source=_source(view, route, overlap, wanted, reserves=reserves),
+        source=of_source,
         costs_by_kind={},
         lost={},
         candidates=[],
     )
 
 
-def _trust(query: Query, bound: int, workers: Sequence[Trust | None], *, degraded: bool) -> Trust:
-    if degraded:
+def _trust(plan: Plan, bound: int, *workers: Trust | None) -> Trust:
+    """bound: blocks that were not published. workers: None: all of it is published."""
+    if plan.degraded:
         return Trust.DEGRADED
-    if query.request.is_blind:
+    if plan.request.is_blind:
         return Trust.BLIND
     own = Trust.BOUND if bound else Trust.EXACT
-    return lowest(query.trust, own, *(trust for trust in workers if trust is not None))
+    return lowest(plan.query.trust, own, *(trust for trust in workers if trust is not None))
 
 
-def _targets(eligible: NDArray[np.bool_], roles: Roles) -> NDArray[np.bool_]:
-    targets = eligible & roles.targets
-    if not np.count_nonzero(targets) and np.count_nonzero(eligible):
-        raise NoWorkers("no worker that decodes is alive: all have the role prefill")
-    return targets
-
-
-def _reservation(
-    query: Query,
-    view: View,
-    size: RequestSize,
-    route: TransferRoute,
-    candidates: Candidates,
-    choice: Choice,
-) -> Reservation:
+def _reservation(plan: Plan) -> Reservation:
     """Returns what a request wants of its target, and of its source."""
-    seconds = choice.costs.terms.get("prefill_s")
+    view, route, candidates = plan.view, plan.route, plan.candidates
+    seconds = plan.choice.costs.terms.get("prefill_s")
     if seconds is None:
-        seconds = predicted_prefill_s(candidates, size)
-    of_target, of_source = demands(route, candidates, size, seconds)
-    wanted = _promise(query, view, route.target, of_target)
+        seconds = predicted_prefill_s(candidates, plan.size)
+    of_target, of_source = demands(route, candidates, plan.size, seconds)
+    wanted = _promise(plan.query, view, route.target, of_target)
     if of_source is not None:
-        wanted.source = source = _promise(query, view, route.source, of_source)
+        wanted.source = source = _promise(plan.query, view, route.source, of_source)
         metrics = view.measured[route.source].metrics
         if counts_leases(metrics):
             one, other = view.infos[route.source], view.infos[route.target]
-            ended, attempt = metrics.kv_leases_ended or 0, query.attempt
-            lives = one.engine_life, other.engine_life
             source.lease_ms = round(1000 * one.kv_lease_s)
-            source.fetch = Fetch(one.key, other.key, *lives, ended, attempt)
+            source.fetch = Fetch(
+                *(one.key, other.key, one.engine_life, other.engine_life),
+                metrics.kv_leases_ended or 0,
+                plan.query.attempt,
+            )
     return wanted
 
 
@@ -448,42 +331,23 @@ def _promise(query: Query, view: View, at: int, what: Demand) -> Reservation:
     )
 
 
-def _source(
-    view: View, route: TransferRoute, overlap: TierOverlap, wanted: Reservation, *, reserves: bool
-) -> Source | None:
-    if wanted.source is None:
-        return None
-    reservation = wanted.source if reserves else None
-    return Source(route.kind, view.infos[route.source], overlap, reservation)
-
-
-def _source_text(source: Source | None) -> str:
-    return f"{source.kind} {source.worker.key}" if source is not None else ""
-
-
-def _explain(
-    decision: Decision,
-    query: Query,
-    view: View,
-    eligible: NDArray[np.bool_],
-    choice: Choice,
-    candidates: Candidates,
-    routes: Sequence[TransferRoute],
-) -> None:
-    decision.candidates = [
+def _explain(plan: Plan, routes: Sequence[TransferRoute]) -> None:
+    """Tell of a decision what it was made from, copied out of its arrays."""
+    view, candidates, costs = plan.view, plan.candidates, plan.choice.costs
+    plan.decision.candidates = [
         Candidate(
             info=info,
-            overlap=query.overlaps.get(inc, NO_OVERLAP),
+            overlap=plan.query.overlaps.get(inc, NO_OVERLAP),
             load=replace(load),
             others_requests=float(candidates.others_requests[i]),
             queue_s=float(candidates.prefill_s[i]),
-            eligible=ok,
-            cost=float(choice.costs.cost[i]),
-            terms={name: float(values[i]) for name, values in choice.costs.terms.items()},
+            eligible=bool(plan.who.eligible[i]),
+            cost=float(costs.cost[i]),
+            terms={name: float(values[i]) for name, values in costs.terms.items()},
         )
-        for i, (inc, info, load, ok) in enumerate(
-            zip(view.incarnations, view.infos, view.loads, eligible.tolist(), strict=True)
+        for i, (inc, info, load) in enumerate(
+            zip(view.incarnations, view.infos, view.loads, strict=True)
         )
     ]
     if view.roles is not None:
-        decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}
+        plan.decision.costs_by_kind = {one.kind: float(one.cost) for one in routes}

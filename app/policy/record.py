@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 import orjson
 from msgspec import Meta, Raw, Struct
 
-from app.core.chains import positions
+from app.core.chains import hex_text, positions
 from app.core.outcomes import Ending
+from app.core.pace import Pace
 from app.core.settings.kinds import MOST, PRIORITIES
 from app.core.trust import Trust
 from app.core.types import SequenceHash, TierOverlap
@@ -32,6 +33,12 @@ from app.policy.cost import (
 )
 from app.policy.locality import Best, Locality
 
+if TYPE_CHECKING:
+    from app.policy.plan import Plan
+
+DETAILED_WORKERS = 64
+"""Candidates are recorded less often with more workers: of 1,000 they are 160 KB of Redis's memory
+each time, and 20 routers could record them 400 times a second."""
 ROWS = tuple(f.name for f in fields(Candidates))
 NOT_OF_CANDIDATES = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
 """Terms that do not follow from the candidates."""
@@ -124,6 +131,45 @@ class DecisionRecord(DecisionSummary, kw_only=True):
         assert self.seen is not None
         cost = self.seen.priced(POLICIES[self.policy].cost, again=True)
         return cost(self.seen.candidates, self.size)
+
+
+def record_of(
+    plan: Plan, details: Pace, now_s: float, ending: Ending | None = None
+) -> DecisionRecord:
+    """Returns the record to keep of a decision. As many as `details` allows by `now_s` have
+    all inputs; more than DETAILED_WORKERS count as several decisions."""
+    decision, request, view = plan.decision, plan.request, plan.view
+    seen: ChoiceInputs | None = None
+    if request.explain or details.allows(now_s, max(1.0, len(view.infos) / DETAILED_WORKERS)):
+        terms = plan.choice.costs.terms
+        seen = ChoiceInputs(
+            [str(info.key) for info in view.infos],
+            *(plan.size.block_size, plan.candidates, plan.who.targets.tolist(), plan.affinity),
+            {name: terms[name] for name in NOT_OF_CANDIDATES if name in terms},
+        )
+    source = decision.source
+    return DecisionRecord(
+        request_id=decision.request_id,
+        at_ms=view.now_ms,
+        worker=str(decision.worker.key),
+        source=f"{source.kind} {source.worker.key}" if source is not None else "",
+        policy=decision.policy,
+        trust=decision.trust,
+        tenant=request.tenant,
+        priority=request.priority,
+        model=request.model,
+        locality=decision.locality,
+        isl_tokens=decision.isl_tokens,
+        part_tokens=request.part_tokens,
+        full_blocks=len(request.chain),
+        overlap=decision.overlap,
+        best=decision.best,
+        tries=decision.tries,
+        waited_ms=decision.waited_ms,
+        hex_blocks=hex_text(sampled(request.chain)).decode(),
+        ending=ending,
+        seen=seen,
+    )
 
 
 def sampled(chain: Sequence[SequenceHash]) -> list[SequenceHash]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.policy.decision import Decision, Lost, Query, Step
+from app.policy.decision import Decision, Lost, Step
 from app.policy.locality import Locality
 from app.policy.transfer import TransferKind
 
@@ -17,7 +17,7 @@ NO_ROOM = (Locality.FULL, Locality.EXCLUDED, Locality.FAILING, Locality.LEASE)
 CHOSEN_INSTEAD = (Locality.LOAD, Locality.SESSION, Locality.TIE)
 
 
-def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lost:
+def lost_by_decision(plan: Plan, asked: int, held_once: int) -> Lost:
     """Returns the tokens lost before the prompt came to its worker.
 
     asked: leading blocks that were asked before. held_once: those that a worker was seen to hold.
@@ -25,7 +25,7 @@ def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lo
     decision, full = plan.decision, len(plan.request.chain)
     block, tokens = decision.worker.block_size, decision.isl_tokens
     knows = decision.trust.predicts
-    held, best, chosen = _reached(query, plan) if knows else (0, 0, 0)
+    held, best, chosen = _reached(plan) if knows else (0, 0, 0)
     seen = min(full, max(asked, held))
     held_once = min(seen, max(held_once, held))
     lost: Lost = {
@@ -36,7 +36,7 @@ def lost_by_decision(query: Query, plan: Plan, asked: int, held_once: int) -> Lo
         (Step.BEST, decision.locality.value): (held - best) * block,
         (Step.CHOSEN, _why_not_best(decision)): (best - chosen) * block,
     }
-    if not knows or query.is_short:
+    if not knows or plan.query.is_short:
         lost[Step.HELD, decision.trust.value] = (seen - held) * block
     else:
         lost[Step.HELD, "evicted"] = (held_once - held) * block
@@ -78,14 +78,13 @@ def held_tokens(decision: Decision) -> int:
     return decision.isl_tokens - sum(decision.lost.values())
 
 
-def _reached(query: Query, plan: Plan) -> tuple[int, int, int]:
+def _reached(plan: Plan) -> tuple[int, int, int]:
     """Returns leading blocks that any worker holds, that any worker holds that could have taken the
     request, and that the worker holds that computes the prompt, or hands it on."""
-    decision, view = plan.decision, plan.view
-    source = plan.position if plan.source_position is None else plan.source_position
+    decision, view, query = plan.decision, plan.view, plan.query
     chosen = decision.overlap.total
     if decision.source is None or decision.source.kind is not TransferKind.FETCH:
-        own = query.held.get(view.incarnations[source])
+        own = query.held.get(view.incarnations[plan.route.source])
         chosen = own.total if own is not None else 0
     held = max(chosen, query.held.longest)
     if decision.locality not in NO_ROOM:
@@ -103,7 +102,7 @@ def _has_room(plan: Plan, at: int | None) -> bool:
     candidates = plan.candidates
     pool = candidates.kv_total_blocks[at]
     is_full = candidates.active_requests[at] >= candidates.max_requests[at]
-    return bool(plan.eligible[at] and not is_full and not 0 < pool < plan.decision.isl_blocks)
+    return bool(plan.who.targets[at] and not is_full and not 0 < pool < plan.decision.isl_blocks)
 
 
 def _why_not_best(decision: Decision) -> str:

@@ -175,69 +175,68 @@ class TransferRoute(NamedTuple):
     rest_s: float = 0.0
 
 
-def routes_with_source(
-    policy: str,
-    candidates: Candidates,
-    size: RequestSize,
-    costs: Costs,
-    eligible: Mask,
-    room: Mask,
-    targets: Mask,
-    roles: Roles,
-    published: Floats,
-    rng: Generator,
-    below: float = inf,
-) -> list[TransferRoute]:
+@dataclass(slots=True, eq=False)
+class TransferInputs:
+    """A request whose KV may travel, as one decision sees it; masks are (workers,).
+
+    costs: the policy's. eligible: allowed to compute the prompt; room: able to take it; targets:
+    allowed to decode it. published: leading blocks that each worker has on its device, (workers,),
+    without foreseen ones.
+    """
+
+    policy: str
+    candidates: Candidates
+    size: RequestSize
+    costs: Costs
+    eligible: Mask
+    room: Mask
+    targets: Mask
+    roles: Roles
+    published: Floats
+    rng: Generator
+
+    def cheapest(self, cost: Floats, allowed: Mask) -> int | None:
+        """Returns one of the cheapest of the allowed, at random; None: none is left."""
+        costs = np.where(allowed, cost, np.inf)
+        place = int(costs.argmin())
+        lowest = costs[place]
+        if lowest == np.inf:
+            return None
+        (equals,) = (costs == lowest).nonzero()
+        return place if equals.size == 1 else int(equals[self.rng.integers(equals.size)])
+
+
+def routes_with_source(given: TransferInputs, below: float = inf) -> list[TransferRoute]:
     """Returns the cheapest route of each kind but LOCAL, without kinds that have no pair of
     workers, or no pair that can cost as little as `below`.
 
-    eligible: allowed to compute the prompt; targets: allowed to decode it; room: able to take it.
-    costs: the policy's.
-    published: leading blocks that each worker has on its device, (workers,), without foreseen ones.
     Policies other than `latency` do not count in seconds: they split a request wherever there is a
     worker for nothing but prefill, between the cheapest of those and of the others.
     """
-    routes = [
-        route
-        for group in roles.groups
-        for route in _routes_within(
-            *(policy, candidates, size, costs, eligible & group, room, targets & group),
-            *(roles, published, rng, below),
-        )
-    ]
-    if len(roles.groups) < 2:
+    routes = [r for group in given.roles.groups for r in _routes_within(given, group, below)]
+    if len(given.roles.groups) < 2:
         return routes
     kinds = dict.fromkeys(route.kind for route in routes)
     return [min((r for r in routes if r.kind is kind), key=lambda r: r.cost) for kind in kinds]
 
 
-def _routes_within(
-    policy: str,
-    candidates: Candidates,
-    size: RequestSize,
-    costs: Costs,
-    eligible: Mask,
-    room: Mask,
-    targets: Mask,
-    roles: Roles,
-    published: Floats,
-    rng: Generator,
-    below: float,
-) -> list[TransferRoute]:
-    owners, targets = eligible & roles.sources, targets & room & roles.receivers
-    if policy != "latency":
-        source = _cheapest(costs.cost, owners & room & roles.prefill, rng)
-        target = _cheapest(costs.cost, targets, rng)
+def _routes_within(given: TransferInputs, group: Mask, below: float) -> list[TransferRoute]:
+    room, roles, costs = given.room, given.roles, given.costs
+    owners = given.eligible & group & roles.sources
+    targets = given.targets & group & room & roles.receivers
+    if given.policy != "latency":
+        source = given.cheapest(costs.cost, owners & room & roles.prefill)
+        target = given.cheapest(costs.cost, targets)
         if source is None or target is None:
             return []
         return [TransferRoute(TransferKind.SPLIT, target, source, float(costs.cost[target]))]
     # Rounding may make the sum of a bound larger than that of a price.
     below += 1e-9 * abs(below)
     routes = []
-    if _least_split(candidates, costs) <= below:
-        routes.append(_split(candidates, size, costs, owners & room, targets, rng))
+    if _least_split(given.candidates, costs) <= below:
+        routes.append(_split(given, owners & room, targets))
     if roles.fetches:
-        routes.append(_fetch(candidates, size, costs, owners, targets, published, rng, below))
+        routes.append(_fetch(given, owners, targets, below))
     return [route for route in routes if route is not None]
 
 
@@ -258,14 +257,7 @@ def awaited_s(candidates: Candidates, published: Floats) -> Floats:
     return np.where(candidates.overlap_device > published, candidates.receiving_s, 0.0)
 
 
-def _split(
-    candidates: Candidates,
-    size: RequestSize,
-    costs: Costs,
-    sources: Mask,
-    targets: Mask,
-    rng: Generator,
-) -> TransferRoute | None:
+def _split(given: TransferInputs, sources: Mask, targets: Mask) -> TransferRoute | None:
     """Returns the cheapest pair of a source that computes the prompt and a target that decodes;
     None: there is none.
 
@@ -274,6 +266,7 @@ def _split(
     transfer, its queue, its memory and its decode. What travels depends on the target alone, so the
     two are chosen apart. Blocks that have yet to come to a worker cannot be handed on.
     """
+    candidates, size, costs = given.candidates, given.size, given.costs
     terms = costs.terms
     computing = costs.cost - terms["decode_s"]
     if np.count_nonzero(candidates.sending_s):
@@ -290,7 +283,7 @@ def _split(
     if "arrival_s" in terms:
         decoding += terms["arrival_s"]
         sources = sources & (candidates.receiving_s == 0.0)
-    source, target = _cheapest(computing, sources, rng), _cheapest(decoding, targets, rng)
+    source, target = given.cheapest(computing, sources), given.cheapest(decoding, targets)
     if source is None or target is None:
         return None
     pairs: list[tuple[int | None, int | None]] = [(source, target)]
@@ -299,8 +292,8 @@ def _split(
         for mask in others:
             mask[source] = False
         pairs = [
-            (_cheapest(computing, others[0], rng), target),
-            (source, _cheapest(decoding, others[1], rng)),
+            (given.cheapest(computing, others[0]), target),
+            (source, given.cheapest(decoding, others[1])),
         ]
     routes = [
         TransferRoute(TransferKind.SPLIT, t, s, float(computing[s] + decoding[t]))
@@ -311,14 +304,7 @@ def _split(
 
 
 def _fetch(
-    candidates: Candidates,
-    size: RequestSize,
-    costs: Costs,
-    sources: Mask,
-    targets: Mask,
-    published: Floats,
-    rng: Generator,
-    below: float,
+    given: TransferInputs, sources: Mask, targets: Mask, below: float
 ) -> TransferRoute | None:
     """Returns the cheapest target for what the source with the longest overlap holds; None: no
     target gains, or none can cost as little as `below`.
@@ -326,7 +312,8 @@ def _fetch(
     costs: of `latency`. Of several longest overlaps, the source that is free to send first is
     taken.
     """
-    held = published * sources
+    candidates, size, costs = given.candidates, given.size, given.costs
+    held = given.published * sources
     longest = float(held[held.argmax()])
     overlap = candidates.overlap
     if longest <= least(overlap):
@@ -340,7 +327,7 @@ def _fetch(
         return None
     holds = held == longest
     is_one = np.count_nonzero(holds) == 1
-    source = int(holds.argmax()) if is_one else _cheapest(candidates.sending_s, holds, rng)
+    source = int(holds.argmax()) if is_one else given.cheapest(candidates.sending_s, holds)
     assert source is not None
     gaining = targets & (overlap < longest)
     gaining[source] = False
@@ -350,7 +337,7 @@ def _fetch(
     total += TRANSFER_WEIGHT * candidates.sending_s[source]
     gained = (longest - overlap) * size.block_size
     total += candidates.transfer_s + candidates.transfer_s_per_token * gained
-    target = _cheapest(total, gaining, rng)
+    target = given.cheapest(total, gaining)
     if target is None:
         return None
     return TransferRoute(
@@ -404,14 +391,3 @@ def transfer_s(candidates: Candidates, tokens: Floats) -> Floats:
     """Returns seconds until so many tokens' KV has arrived, (workers,); 0 for none."""
     seconds: Floats = candidates.transfer_s + candidates.transfer_s_per_token * tokens
     return seconds if least(tokens) > 0.0 else np.where(tokens > 0.0, seconds, 0.0)
-
-
-def _cheapest(cost: Floats, allowed: Mask, rng: Generator) -> int | None:
-    """Returns one of the cheapest of the allowed, at random; None: none is left."""
-    costs = np.where(allowed, cost, np.inf)
-    place = int(costs.argmin())
-    lowest = costs[place]
-    if lowest == np.inf:
-        return None
-    (equals,) = (costs == lowest).nonzero()
-    return place if equals.size == 1 else int(equals[rng.integers(equals.size)])

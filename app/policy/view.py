@@ -6,13 +6,11 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from math import inf
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.errors import NoWorkers, PromptTooLarge
 from app.core.loads import (
     ROUND,
     Load,
@@ -295,23 +293,3 @@ def load_statistics(view: View) -> tuple[float, float]:
         float(np.mean(used)) if used else 0.0,
         float(np.std(used, ddof=1)) if len(used) > 1 else 0.0,
     )
-
-
-Mask = NDArray[np.bool_]
-
-
-def fitting(view: View, allowed: Mask, num_tokens: int) -> Mask:
-    """Returns the `allowed` workers, (workers,), whose engines take a prompt and an answer of
-    `num_tokens` together.
-
-    Raises PromptTooLarge if no worker does, and NoWorkers if none of the allowed does.
-    """
-    fits = allowed & (view.contexts.tokens >= num_tokens)
-    if np.count_nonzero(fits) or not np.count_nonzero(allowed):
-        return fits
-    known = (*view.infos, *view.paused.values(), *view.lapsed.values())
-    longest = max(info.max_model_len or inf for info in known)
-    needs = f"a prompt and its answer of {num_tokens:,} tokens"
-    if longest < num_tokens:
-        raise PromptTooLarge(f"{needs} fit into no worker: none takes more than {longest:,}")
-    raise NoWorkers(f"{needs} fit only into workers that get no requests, or not this one, now")

@@ -18,7 +18,6 @@ from app.core.errors import (
 )
 from app.core.loads import Refusal, Snapshot
 from app.http.supervisor import supervised
-from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
 from app.router.degraded import DegradedMode
@@ -328,15 +327,15 @@ class Decider:
         telemetry.saved_s.inc(plan.saved_s)
         self._history.add(plan, self._replica.fleet.shards or 1)
         self._look_up.routed(plan)
-        self._note_decision(pending, plan)
+        self._note_decision(plan)
         if pending.answer.done():
             # The caller has hung up meanwhile.
             self._maintenance.release_soon(decision.reservation_id, plan.reservation.attempt)
         pending.resolve(decision)
 
-    def _note_decision(self, query: Query, plan: Plan) -> None:
+    def _note_decision(self, plan: Plan) -> None:
         telemetry = self._replica.telemetry
-        telemetry.reuse.decided(query, plan)
+        telemetry.reuse.decided(plan)
         telemetry.locality_of(plan.decision.locality).inc()
         self._history.record(plan)
 

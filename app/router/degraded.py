@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from app.core.errors import NoWorkers, RoutingError
 from app.core.overlaps import Overlaps
 from app.core.pace import Pace
-from app.policy.decision import Query
 from app.policy.plan import Plan, WorkerSelector
 from app.policy.view import View
 from app.router.pending import Pending
@@ -33,7 +32,7 @@ class DegradedMode:
         replica: Replica,
         selector: WorkerSelector,
         turn_away: Callable[[Pending, View, RoutingError], None],
-        on_reserved: Callable[[Query, Plan], None],
+        on_reserved: Callable[[Plan], None],
     ) -> None:
         self._replica = replica
         self._selector = selector
@@ -77,7 +76,7 @@ class DegradedMode:
         self._replica.telemetry.degraded.inc()
         if pending.request.reserve:
             plan.count()
-            self._on_reserved(pending, plan)
+            self._on_reserved(plan)
         pending.resolve(plan.decision)
 
     def ends(self) -> None:

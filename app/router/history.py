@@ -24,6 +24,7 @@ from app.http.supervisor import supervised
 from app.policy.cost import IN_FLIGHT_TOKENS
 from app.policy.decision import Query, RouteRequest, alike_of
 from app.policy.plan import Plan
+from app.policy.record import record_of
 from app.router.replica import Replica
 from app.state import decisions, in_flight, predictions, sessions
 from app.state.scripts import Call
@@ -227,7 +228,7 @@ class History:
         now_s = time.monotonic()
         ended, self._ended = self._ended, {}
         records = [
-            plan.record(self._details, now_s, ended.pop(plan.decision.reservation_id, None))
+            record_of(plan, self._details, now_s, ended.pop(plan.decision.reservation_id, None))
             for plan in self._unrecorded
         ]
         self._unrecorded.clear()

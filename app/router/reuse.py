@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from app.core.sketch import ChainSketch
 from app.http.metrics import OTHER, Family, Sampled, ScrapeCollector
-from app.policy.decision import Decision, Query, Step
+from app.policy.decision import Decision, Step
 from app.policy.plan import Plan
 from app.policy.reuse import (
     PROMPT,
@@ -55,17 +55,17 @@ class Reuse:
         """The counts of each minute of the last hour, and of one before it."""
         registry.register(ScrapeCollector([TOKENS, LOST], self._samples))
 
-    def decided(self, query: Query, plan: Plan) -> None:
+    def decided(self, plan: Plan) -> None:
         """Find what was lost on the way to a worker."""
         request, now_s = plan.request, time.monotonic()
         chain = request.chain
         if request.asked_blocks is None:
             request.asked_blocks = self._asked.add(chain, now_s)
-        held = held_once = query.held.longest
+        held = held_once = plan.query.held.longest
         if held < request.asked_blocks:
             held_once = self._held.leading(chain[: request.asked_blocks], now_s)
         self._held.add(chain[:held], now_s)
-        plan.decision.lost = lost_by_decision(query, plan, request.asked_blocks, held_once)
+        plan.decision.lost = lost_by_decision(plan, request.asked_blocks, held_once)
 
     def ended(self, decision: Decision, model: str, cached: int | None) -> None:
         """Count a request. model: "" if it is not known. cached: tokens of its prompt that the

@@ -27,6 +27,7 @@ from app.policy.transfer import (
     OWN_TRANSFER,
     Demand,
     Roles,
+    TransferInputs,
     TransferKind,
     TransferRoute,
     awaited_s,
@@ -190,18 +191,12 @@ class SimDecider:
         if roles is None or (above is not None and lacking < above):
             return local
         room: NDArray[np.bool_] = candidates.active_requests < candidates.max_requests
-        routes = routes_with_source(
-            self._policy.key,
-            candidates,
-            size,
-            choice.costs,
-            everybody := np.ones(len(room), dtype=bool),
-            room,
-            everybody,
-            roles,
-            published,
-            self._rng,
+        everybody = np.ones(len(room), dtype=bool)
+        given = TransferInputs(
+            *(self._policy.key, candidates, size, choice.costs, everybody, room, everybody),
+            *(roles, published, self._rng),
         )
+        routes = routes_with_source(given)
         if above is not None:
             return next((route for route in routes if route.kind is TransferKind.SPLIT), local)
         if self._policy.key != "latency" and routes:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from app.cli import main
 from app.core.chains import positions
-from app.policy import plan
+from app.policy import record
 from app.policy.locality import Locality
 from app.policy.record import decode, encode
 from app.state import decisions
@@ -162,7 +162,7 @@ async def test_recording_and_its_details_can_be_switched_off(one_redis_server, r
 async def test_the_more_workers_there_are_the_fewer_decisions_are_kept_in_detail(
     one_redis_server, replica, two, monkeypatch
 ):
-    monkeypatch.setattr(plan, "DETAILED_WORKERS", 0.001)
+    monkeypatch.setattr(record, "DETAILED_WORKERS", 0.001)
     async with replica(one_redis_server.url, details_per_s=20) as client:
         await route(client, "r1")
         await asyncio.sleep(0.1)

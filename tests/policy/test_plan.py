@@ -18,7 +18,7 @@ from app.policy.cost import latency
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import WorkerSelector
-from app.policy.record import NOT_OF_CANDIDATES
+from app.policy.record import NOT_OF_CANDIDATES, record_of
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
@@ -207,7 +207,7 @@ def test_an_explanation_lists_every_candidate_as_it_was_before_the_reservation()
 def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows():
     view, details = view_of(Load(), Load()), Pace(per_s=2)
     planned = plan(query({TWO: TierOverlap(2)}), view)
-    full, brief, later = (planned.record(details, now_s) for now_s in (10.0, 10.4, 10.5))
+    full, brief, later = (record_of(planned, details, now_s) for now_s in (10.0, 10.4, 10.5))
     assert full.seen is not None
     assert (full.seen.workers, full.seen.block_size) == (["a:0", "b:0"], 16)
     assert full.seen.candidates.overlap_device.tolist() == [0, 2]
@@ -218,7 +218,7 @@ def test_a_record_has_all_that_was_seen_as_often_as_its_rate_allows():
         6,
         Best("b:0", 2),
     )
-    explained = plan(query(explain=True), view).record(details, 10.5)
+    explained = record_of(plan(query(explain=True), view), details, 10.5)
     assert explained.seen is not None, "on request, whatever the rate"
 
 
@@ -229,7 +229,7 @@ def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates(
     view.away = {TWO: 0}
     asked = query({ONE: TierOverlap(6), TWO: TierOverlap(4)}, explain=True)
     planned = plan(replace(asked, computing=[ONE], published=Overlaps({})), view)
-    record = planned.record(Pace(per_s=1), 10.0)
+    record = record_of(planned, Pace(per_s=1), 10.0)
     for candidate, cost in zip(planned.decision.candidates, record.costs.cost, strict=True):
         assert cost == pytest.approx(candidate.cost)
     assert all(record.costs.terms[name].any() for name in NOT_OF_CANDIDATES)
@@ -245,7 +245,7 @@ def test_a_priority_counts_in_the_price_and_in_what_is_recorded_of_it():
     for priority in PRIORITIES:
         planned = plan(query(held, tokens=400, priority=priority, explain=True), view)
         taken[priority] = worker(planned)
-        record = planned.record(Pace(per_s=1), 10.0)
+        record = record_of(planned, Pace(per_s=1), 10.0)
         assert record.seen is not None
         priced = latency(record.seen.candidates, record.size)
         told = [one.cost for one in planned.decision.candidates]

@@ -76,7 +76,7 @@ def test_of_a_prefix_on_the_way_what_its_owner_does_not_have_on_the_device_is_lo
     asked.held = asked.overlaps
     planned = plan(asked, view)
     assert route(planned) == ("b", "a", "fetch")
-    assert lost_by_decision(asked, planned, 59, 59) == {
+    assert lost_by_decision(planned, 59, 59) == {
         ("seen", "new"): 16,
         ("chosen", "fetch"): 9 * 16,
     }
@@ -93,5 +93,5 @@ def test_of_many_that_hold_the_same_one_with_room_is_enough():
     ):
         asked.overlaps = asked.held = held
         planned = plan(asked, view)
-        found = lost_by_decision(asked, planned, 6, 0)
+        found = lost_by_decision(planned, 6, 0)
         assert {why: n for why, n in found.items() if why[0] in ("best", "chosen")} == lost

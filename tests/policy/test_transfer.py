@@ -87,12 +87,12 @@ def test_decodes_in_flight_make_a_split_worth_its_transfer():
     mine, its = planned.reservation, planned.reservation.source
     assert its is not None
     assert (mine.prefill_tokens, mine.blocks, mine.prefill_us) == (1, 60, 1000)
-    assert (its.incarnation, its.reservation.prefill_tokens, its.reservation.blocks) == (
+    assert (its.incarnation, its.prefill_tokens, its.blocks) == (
         ONE,
         960,
         60,
     )
-    assert its.reservation.prefill_us == 960_000
+    assert its.prefill_us == 960_000
 
 
 def test_what_the_target_holds_need_not_travel():
@@ -136,7 +136,7 @@ def test_a_prefix_is_fetched_where_its_owner_is_busy_and_can_hand_it_on(owner, w
         its = planned.reservation.source
         assert its is not None
         assert planned.reservation.prefill_tokens == 16
-        assert (its.reservation.prefill_tokens, its.reservation.blocks) == (0, 59)
+        assert (its.prefill_tokens, its.blocks) == (0, 59)
         planned.count()
         assert planned.view.loads[0] == replace(owner, blocks=59, total=1)
         # Of the view's time, 5,000 ms: 944 tokens of a tenth of a millisecond.
@@ -176,7 +176,7 @@ def test_nothing_is_fetched_from_a_worker_that_is_only_foreseen_to_hold_it():
         if published:
             its = planned.reservation.source
             assert its is not None
-            assert (its.reservation.blocks, planned.decision.overlap.device) == (40, 40)
+            assert (its.blocks, planned.decision.overlap.device) == (40, 40)
             assert planned.reservation.prefill_tokens == 20 * 16
 
 
