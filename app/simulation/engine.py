@@ -17,7 +17,7 @@ from app.core.cache_stats import HitRate
 from app.core.events import CacheEvent
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
-from app.simulation.pool import BlockPool
+from app.simulation.pool import BlockPool, Slot
 from app.simulation.profiles import Profile
 from app.simulation.running import Prefill, Received, Running, SimSequence
 from app.simulation.steps import EngineStep, Finished, PromptTooLargeError, SimRequest
@@ -45,7 +45,7 @@ class SimEngine:
         self.pool = BlockPool(pool_tokens // block_size, host_pool_tokens // block_size, now)
         self.num_preemptions = 0
         self._waiting: OrderedDict[str, SimSequence] = OrderedDict()
-        self._held: dict[str, Sequence[SequenceHash]] = {}
+        self._held: dict[str, Sequence[Slot]] = {}
         self._running = Running(self.pool, block_size)
         self._hit_rate = HitRate()
 
@@ -93,8 +93,9 @@ class SimEngine:
         Returns its leading blocks.
         """
         held = chain[: self.pool.match_device(chain)]
-        self.pool.acquire(held, len(held))
-        self._held[request_id] = held
+        acquired = self.pool.acquire(held, len(held))
+        assert acquired is not None, "no more is held than the device has"
+        self._held[request_id] = acquired.slots
         return len(held)
 
     def let_go(self, request_id: str) -> None:
@@ -109,9 +110,11 @@ class SimEngine:
     def take_in(self, chain: Sequence[SequenceHash]) -> None:
         """The same of blocks that have come from elsewhere."""
         held = chain[: self.pool.match(chain)]
-        if self.pool.acquire(held, len(chain)) is not None:
-            self.pool.register(chain[len(held) :], held[-1] if held else None)
-            self.pool.release(chain, 0)
+        acquired = self.pool.acquire(held, len(chain))
+        if acquired is not None:
+            slots = acquired.slots
+            slots += self.pool.register(chain[len(held) :], slots[-1] if slots else None)
+            self.pool.release(slots, 0)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; does nothing if it is unknown or finished."""
@@ -276,10 +279,10 @@ class SimEngine:
             # Those of the first chunk alone: it may be preempted before the next.
             first = min(context, sequence.computed + budget - step.tokens)
             num_blocks = -(-first // self.block_size)
-        onboarded = self.pool.acquire(prefix, num_blocks)
-        assert onboarded is not None
-        sequence.chain, sequence.num_blocks = list(prefix), num_blocks
-        host_tokens = onboarded * self.block_size
+        acquired = self.pool.acquire(prefix, num_blocks)
+        assert acquired is not None
+        sequence.chain, sequence.num_blocks = acquired.slots, num_blocks
+        host_tokens = acquired.onboarded * self.block_size
         step.loaded_tokens += host_tokens
         del self._waiting[request.request_id]
         self._running.add(sequence)
@@ -326,5 +329,4 @@ class SimEngine:
         if len(sequence.blocks) == len(chain):
             sequence.hash_block(self.block_size)
         block = sequence.blocks[len(chain)]
-        self.pool.register((block,), chain[-1] if chain else None)
-        chain.append(block)
+        chain += self.pool.register((block,), chain[-1] if chain else None)

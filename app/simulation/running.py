@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from app.core.hashing import compute_local_hashes, next_sequence_hash
 from app.core.types import SequenceHash
-from app.simulation.pool import BlockPool
+from app.simulation.pool import BlockPool, Slot
 from app.simulation.steps import SimRequest
 
 
@@ -28,7 +28,7 @@ class SimSequence:
     received: Received | None
     blocks: list[SequenceHash] = field(init=False)
     """Hashes of the full blocks of its prompt, and of those that its answer has filled."""
-    chain: list[SequenceHash] = field(default_factory=list)
+    chain: list[Slot] = field(default_factory=list)
     num_blocks: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
@@ -134,8 +134,7 @@ class Running:
         """Register the blocks computed so far: requests admitted later in this step reuse them."""
         chain = sequence.chain
         filled = sequence.blocks[len(chain) : sequence.computed // self._block_size]
-        self._pool.register(filled, chain[-1] if chain else None)
-        chain += filled
+        chain += self._pool.register(filled, chain[-1] if chain else None)
 
     def decode(self) -> list[SimSequence]:
         """One token for each that decodes. Returns those whose block fills, or that end."""
@@ -177,7 +176,7 @@ class Running:
         del self._all[sequence.request.request_id]
         self._pool.release(sequence.chain, sequence.num_blocks - len(sequence.chain))
 
-    def check(self, held: Iterable[Sequence[SequenceHash]]) -> None:
+    def check(self, held: Iterable[Sequence[Slot]]) -> None:
         """Raises AssertionError if the books do not balance. held: chains kept for others."""
         running = self._all.values()
         num_private = sum(r.num_blocks - len(r.chain) for r in running)

@@ -19,8 +19,8 @@ BLOCKS, BATCH_TOKENS, MAX_SEQS, REQUESTS = 40, 256, 6, 80
 
 
 def requests_of(seed):
-    """Prompts that share prefixes, and answers that fill several blocks. None ends with a block, as
-    vLLM keeps a block twice that it computed twice."""
+    """Prompts that share prefixes, of which one in four ends with a block, and answers that fill
+    several blocks."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(5, 400) for _ in range(rng.randrange(40, 400))] for _ in range(5)]
     asked, at = [], 0
@@ -28,8 +28,8 @@ def requests_of(seed):
         begun = rng.choice(prefixes)
         prompt = begun[: rng.randrange(len(begun) // 2, len(begun))]
         prompt = [*prompt, *(rng.randrange(5, 400) for _ in range(rng.randrange(1, 60)))]
-        if len(prompt) % BLOCK == 0:
-            prompt.append(5)
+        if rng.randrange(4) == 0:
+            prompt = begun[: rng.randrange(1, len(begun) // BLOCK + 1) * BLOCK]
         at += rng.randrange(0, 12)
         asked.append(
             {

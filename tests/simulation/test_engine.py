@@ -200,7 +200,7 @@ def test_prompts_admitted_in_one_step_share_their_blocks():
     assert engine.metrics().gpu_cache_usage_perc == 3 / 16
 
 
-def test_blocks_computed_twice_at_the_same_time_are_kept_once():
+def test_blocks_computed_twice_at_the_same_time_are_kept_twice():
     engine = engine_of()
     first = request_of("first", ABC, max_tokens=7)
     tokens = (*ABC, *first.output_tokens(0, 2))  # the third block, half of it generated
@@ -215,16 +215,40 @@ def test_blocks_computed_twice_at_the_same_time_are_kept_once():
 
     engine.step()
     engine.check()
-    assert engine.metrics().kv_active_blocks == 3 + 0 + 1
+    assert engine.metrics().kv_active_blocks == 3 + 1 + 1
 
 
 def test_a_block_computed_after_known_ones_is_published_as_the_child_of_the_last():
     a, b, c = hashes(range(12))
     pool = BlockPool(8, 0, lambda: 0.0)
-    assert (pool.acquire((), 2), pool.acquire((), 3)) == (0, 0)
+    assert (pool.acquire((), 2), pool.acquire((), 3)) == (([], 0), ([], 0))
     pool.register((a, b), None)
     pool.register((a, b, c), None)
     assert pool.take_events() == [Stored((a, b), None), Stored((c,), b)]
+
+
+def test_a_block_is_gone_once_its_last_copy_is():
+    a, b, c = hashes(range(12))
+    pool = BlockPool(3, 0, lambda: 0.0)
+    for _ in range(2):
+        pool.acquire((), 1)
+        pool.release(pool.register((a,), None), 0)
+    assert pool.acquire((), 2) == ([], 0)
+    assert (pool.match((a,)), pool.take_events()) == (1, [Stored((a,), None)])
+    pool.release(pool.register((b, c), None), 0)
+    pool.acquire((), 1)
+    assert (pool.match((a,)), pool.take_events()[-1]) == (0, Removed((a,)))
+
+
+def test_a_chain_may_name_a_block_twice():
+    (a,) = hashes(range(4))
+    pool = BlockPool(4, 0, lambda: 0.0)
+    pool.acquire((), 1)
+    pool.release(pool.register((a,), None), 0)
+    acquired = pool.acquire((a, a), 2)
+    pool.check([acquired.slots], 0)
+    pool.release(acquired.slots, 0)
+    pool.check([], 0)
 
 
 def test_the_hit_rate_is_cached_over_all_prompt_tokens():
@@ -571,7 +595,7 @@ def test_check_detects_a_lost_block():
     engine.step()
     engine.check()
 
-    engine.pool.release(hashes(ABC[:4]), 0)
+    engine.pool.release(engine.pool._slots[hashes(ABC[:4])[0]], 0)
 
     with pytest.raises(AssertionError, match="references differ"):
         engine.check()
