@@ -1,4 +1,4 @@
-"""What a replica's door carries: it stays reserved for as long as it is carried."""
+"""Requests that a replica's door carries: each stays reserved for as long as it is carried."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from app.policy.view import View
 from app.state.reservations import Extension, ExtensionOutcome
 
 EXTEND_S = 3.0
-"""How often each is extended: one that takes less time costs Redis nothing more."""
+"""Seconds between two extensions of a request; more of them would only cost Redis time."""
 
 
 @dataclass(slots=True)
 class _CarriedRequest:
-    """due_s: when to extend what is reserved for it, monotonic."""
+    """A carried request. due_s: when to extend what is reserved for it, monotonic."""
 
     reservation: Reservation
     worker: WorkerKey
@@ -27,7 +27,7 @@ class _CarriedRequest:
 
 
 class Carried:
-    """Requests by the id of what is reserved for them, those that are due first."""
+    """Carried requests by the id of what is reserved for them, the earliest due first."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _CarriedRequest] = {}
@@ -39,7 +39,7 @@ class Carried:
         return len(self._requests)
 
     def add(self, decision: Decision, now_s: float) -> None:
-        """A request is carried to where it was decided to go, if anything is reserved there."""
+        """Carry a request to where it was decided to go, if anything is reserved there."""
         if decision.reservation is not None:
             worker = decision.worker
             self._requests[decision.reservation_id] = _CarriedRequest(
@@ -54,8 +54,8 @@ class Carried:
         self._requests.pop(reservation_id, None)
 
     def due(self, now_s: float, view: View | None) -> list[Extension]:
-        """What to extend now. view: the workers, of which one at the same address counts as the
-        same process, whatever its incarnation."""
+        """Returns what to extend now. view: a worker at an unchanged address counts as the same
+        process, whatever its incarnation."""
         if view is None or not self._requests:
             return []
         workers = [*zip(view.incarnations, view.infos, strict=True), *view.paused.items()]
@@ -71,7 +71,8 @@ class Carried:
     def extended(
         self, extensions: Sequence[Extension], outcomes: Sequence[ExtensionOutcome], now_s: float
     ) -> None:
-        """Redis has answered. What could be neither extended nor reserved again remains due."""
+        """Note what Redis has answered; what was neither extended nor reserved again remains
+        due."""
         for extension, outcome in zip(extensions, outcomes, strict=True):
             if outcome is not ExtensionOutcome.NEITHER:
                 one = self._requests.pop(extension.reservation_id, None)

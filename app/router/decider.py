@@ -1,4 +1,4 @@
-"""Decides the requests that are pending together: look up, plan, reserve, and again if another
+"""Decisions of the requests that are pending together: look up, plan, reserve, and again if another
 replica was faster."""
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Planned = tuple[Pending, Plan]
 class Decider:
     """Decides pending requests one after another, while `run` runs.
 
-    They share their round trips to Redis, and each sees what those before it reserve. So if Redis
-    refuses a reservation as `changed`, it was always another replica that overtook it.
-    waiting: None: no request may wait.
+    The requests of a batch share their round trips to Redis, and each sees what those before it
+    reserve: if Redis refuses a reservation as `changed`, another replica has overtaken it. waiting:
+    None: no request may wait.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Decider:
             await self._decide_next()
 
     async def _decide_next(self) -> None:
-        """Decide those that are pending. In a frame of its own, which ends: it would keep what came
-        of them until others come."""
+        """Decide what is pending, in a frame of its own: an endless one would keep what came of
+        it."""
         batch = [await self._queue.get()]
         while len(batch) < MAX_BATCH and not self._queue.empty():
             batch.append(self._queue.get_nowait())
@@ -165,7 +165,7 @@ class Decider:
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
 
     def _lost(self, some: list[Pending], error: RedisUnavailable | NamespaceMissing) -> None:
-        """Nobody knows what became of their reservations."""
+        """Decide without Redis, and release what Redis may still reserve."""
         self._replica.fleet.note(error)
         # Redis may still run what it was sent, also for callers who have gone since.
         for pending in some:
@@ -175,10 +175,10 @@ class Decider:
     def _plan_all(
         self, undecided: list[Pending], view: View
     ) -> tuple[list[Planned], list[tuple[Pending, AllWorkersBusy]]]:
-        """Decide one after another; answer those that get no worker or want no reservation.
+        """Plan one request after another; answer those that get no worker or want no reservation.
 
-        Those for which all workers are busy, and which may hold a reservation themselves, are
-        returned instead.
+        Returns plans, and the requests that found all workers busy and may hold a reservation
+        themselves.
         """
         plans, refused = [], []
         for pending in _wanted(undecided):
@@ -207,8 +207,7 @@ class Decider:
     ) -> None:
         """Release what refused requests hold, and decide again those that held something.
 
-        A retry gives up the reservation of the try before, which may be the very reason why it was
-        refused.
+        A retry gives up the reservation of the try before, which may be why it was refused.
         """
         released = await self._release_all([pending for pending, _ in refused])
         for (pending, error), had_one in zip(refused, released, strict=True):
@@ -216,11 +215,9 @@ class Decider:
                 self._turn_away(pending, view, error)
 
     async def _split_waiting(self, batch: list[Pending], view: View) -> list[Pending]:
-        """The requests to decide while others wait, at any replica: those that came meanwhile wait
-        too.
+        """Let new requests wait while others do, at any replica; returns those to decide now.
 
-        If they are being routed again, they first give up what they hold: the others may be waiting
-        for just that.
+        A request that is routed again first gives up what it holds: others may be waiting for that.
         """
         going, joining = list[Pending](), list[Pending]()
         for pending in batch:
@@ -232,7 +229,7 @@ class Decider:
         return going
 
     async def _release_all(self, some: list[Pending]) -> list[bool]:
-        """Release what requests hold from earlier tries; whether each held anything."""
+        """Release what requests hold from earlier tries; returns whether each held anything."""
         keyspace = self._replica.keyspace
         releases = {
             pending: Release(held, began_by_ms=pending.began_ms)
@@ -251,7 +248,7 @@ class Decider:
         return [released.get(pending) is not None for pending in some]
 
     def _turn_away(self, pending: Pending, view: View, error: RoutingError) -> None:
-        """No worker can take it now: let it wait, if that is of use, else fail it."""
+        """Let a request wait that no worker can take now, if that is of use; else fail it."""
         if isinstance(error, NoWorkers):
             is_of_use = self._replica.fleet.sleeps
         else:
@@ -318,7 +315,6 @@ class Decider:
         return left, fresh
 
     def _take(self, pending: Pending, plan: Plan) -> None:
-        """Answer with the worker that is reserved."""
         decision, telemetry = plan.decision, self._replica.telemetry
         telemetry.reservations_of("made").inc()
         telemetry.count_blocks(
@@ -341,5 +337,5 @@ class Decider:
 
 
 def _wanted(batch: list[Pending]) -> list[Pending]:
-    """Those for which somebody still waits: nothing must be reserved for the others."""
+    """Returns the requests that somebody still waits for: nothing must be reserved for others."""
     return [pending for pending in batch if not pending.answer.done()]

@@ -17,11 +17,11 @@ from app.router.replica import Replica
 log = logging.getLogger(__name__)
 
 COMPLAINTS_PER_S = 1
-"""Log messages that Redis is unreachable. Metrics count every decision made without it."""
+"""Log messages that Redis is unreachable; metrics count every decision made without it."""
 
 
 class DegradedMode:
-    """From the first decision without Redis to the first with it.
+    """Decides from the first decision without Redis to the first with it.
 
     turn_away: has a request wait that no worker can take now, or fails it. on_reserved: told of
     each decision that counts as load.
@@ -80,7 +80,7 @@ class DegradedMode:
         pending.resolve(plan.decision)
 
     def ends(self) -> None:
-        """Redis has reserved something."""
+        """Note that Redis has reserved something."""
         if self._complained:
             self._complained = False
             log.info("deciding with Redis again")

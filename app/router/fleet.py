@@ -1,4 +1,4 @@
-"""What a router knows about the workers, from which it makes the views that decisions see.
+"""Workers as a router knows them, of which it makes the views that decisions see.
 
 Nothing here outlives a Redis answer except what is fixed for an incarnation (its WorkerInfo), what
 follows the metrics stream, and the last view, which routing falls back on without Redis.
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 CLOCK_SET_BACK_MS = 1000.0
 CLOCK_DRIFT_MS = 0.01
-"""Between two answers of Redis, at most."""
+"""Drift between two answers of Redis, at most."""
 TAKE_OVER_MS = 30_000
-"""Another planner follows one that is gone within that time."""
+"""Time within which another planner follows one that is gone."""
 UNHEARD = "may hold KV that is not its prompt's: the source that can tell is not heard of"
 RECOVERY_S = 5.0
-"""How long recovery may take after Redis was unreachable or emptied. Agents renew or register a
-third of a lease after it is back, usually 1 s."""
+"""Recovery after Redis was unreachable or emptied takes no longer. Agents renew or register a third
+of a lease after it is back, usually 1 s."""
 KEPT_S = 86_400.0
-"""How long the last view is kept while Redis has no such namespace: agents that are there register
+"""The last view is kept so long while Redis has no such namespace: agents that are there register
 in seconds, and engines may answer without."""
 
 
@@ -68,47 +68,45 @@ class Fleet:
         self.is_missing = False
         """Whether Redis had no such namespace when it was last asked."""
         self.strangers: dict[Incarnation, str] = {}
-        """Incarnations of workers that another release runs, and what is wrong with each: they are
-        not routed to."""
+        """Incarnations of workers that another release runs, and what is wrong with each."""
         self.measurements = Measurements(
             *(redis, keyspace, timeout_s, lambda: self.redis_now_ms, lambda: self.last_view)
         )
         self.wakes_until_ms = 0
-        """See app.state.planner.wakes_until."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
         self._infos: dict[Incarnation, WorkerInfo] = {}
         self._texts: dict[Incarnation, int] = {}
-        """The hash of what each of them was read from: the text is half of what is kept of it."""
+        """Hash of the text that each was read from: texts are half of what would be kept."""
         self.seen_s = 0.0
-        """When the last view was made, monotonic seconds."""
+        """Monotonic seconds when the last view was made."""
         self._workers: Workers | None = None
-        """That of the last view, until anything new is learnt."""
+        """Workers of the last view, until anything new is learnt."""
         self._met: list[Incarnation] | None = None
-        """The live incarnations of a snapshot, if all of them are known: usually those of the next,
+        """Live incarnations of a snapshot, if all of them are known: usually those of the next,
         too."""
         self._changed: set[bytes] = set()
-        """Whose load or registration has changed since the workers' entries were read."""
+        """Incarnations whose load or registration has changed since the workers' entries were
+        read."""
         self._workers_ms: int | None = None
         """`Snapshot.workers_ms` as of what is known about the incarnations."""
         self.shards: int | None = None
-        """How many the namespace's index has; None: not seen yet."""
+        """Number of the index's shards; None: not seen yet."""
         self._redis_ahead_ms: float | None = None
-        """The Redis clock minus our monotonic one."""
+        """Redis clock minus our monotonic one."""
         self._missed: frozenset[WorkerKey] = frozenset()
-        """The workers that were live when Redis became unreachable or was emptied."""
+        """Workers that were live when Redis became unreachable or was emptied."""
         self._is_emptied = False
         """Whether they have to register again."""
         self._rounds = 0
-        """Of the last snapshot: fewer are of a namespace that Redis had lost."""
+        """Rounds of the last snapshot: a namespace with fewer was lost by Redis."""
         self._recovers_until = 0.0
         self._failure = ""
-        """How Redis failed last."""
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
-        """By a mark, whom this replica leaves alone for it until a failure is judged."""
+        """Tries that are yet to be judged, by mark and worker, which is left alone until then."""
         self._fetches: Sequence[Fetch] = ()
-        """Those whose lease may end before long, or has ended, as of `_fetches_ms`."""
+        """Fetches whose lease may end before long, or has ended, as of `_fetches_ms`."""
         self._fetches_ms = 0
 
     @property
@@ -118,19 +116,18 @@ class Fleet:
 
     @property
     def infos(self) -> tuple[WorkerInfo, ...]:
-        """Of the workers that were alive when Redis was last asked, also of those that get no
-        requests for a while."""
+        """Workers that were alive when Redis was last asked, also those that get no requests."""
         view = self.last_view
         return (*view.infos, *view.paused.values()) if view else ()
 
     def has(self, key: WorkerKey) -> bool:
-        """Whether a worker is one of `infos`. They are looked through once for many keys."""
+        """Whether a worker is one of `infos`, which are looked through once for many keys."""
         if self._keys[0] is not self.last_view:
             self._keys = self.last_view, {info.key for info in self.infos}
         return key in self._keys[1]
 
     def incarnation_of(self, key: WorkerKey) -> Incarnation | None:
-        """Of the worker that is routed to, or paused; None: there is none of that key."""
+        """Returns the incarnation of a worker that is routed to, or paused; None: there is none."""
         view = self.last_view
         live = (
             []
@@ -140,8 +137,8 @@ class Fleet:
         return next((inc for inc, info in live if info.key == key), None)
 
     def failed_shares(self, *names: str) -> dict[WorkerKey, float]:
-        """What of its tries each worker failed lately, from 0 to 1; 1 while it is paused, or left
-        alone for one of `names`, those of marks. Others failed none."""
+        """Returns the share of tries that each worker failed lately, 0-1; 1 while it is paused, or
+        left alone for one of the marks `names`. Others failed none."""
         view = self.last_view
         if view is None:
             return {}
@@ -156,12 +153,12 @@ class Fleet:
         return shares | {info.key: 1.0 for info in view.paused.values()}
 
     def marked(self, name: str) -> frozenset[WorkerKey]:
-        """As View.marked."""
+        """Returns the workers with this mark: see View.marked."""
         known = {} if self.last_view is None else self.last_view.marked(name)
         return frozenset(self._infos[inc].key for inc in known if inc in self._infos)
 
     def lease_books(self, key: WorkerKey) -> LeaseBooks | None:
-        """What that worker's engine has counted of the leases on its KV; None: it does not say."""
+        """Returns what a worker's engine has counted of leases on its KV; None: it does not say."""
         inc = self.incarnation_of(key)
         if inc is None:
             return None
@@ -174,11 +171,12 @@ class Fleet:
         return LeaseBooks(self.engine_life(key) or "", *counts, read_ms)
 
     def knows_fetches(self, by_ms: int) -> bool:
-        """Whether Redis has told of all whose lease may have ended by then."""
+        """Whether Redis has told of all fetches whose lease may have ended by then."""
         return by_ms <= self._fetches_ms + AHEAD_MS
 
     def late_fetches(self, target: WorkerKey, by_ms: int) -> list[Fetch]:
-        """What that worker may have begun to fetch late by then, as far as Redis has told."""
+        """Returns the fetches that a worker may have begun late by then, as far as Redis has
+        told."""
         life = self.engine_life(target) if self._fetches else None
         return [
             one
@@ -189,17 +187,17 @@ class Fleet:
         ]
 
     def known(self, key: WorkerKey) -> WorkerInfo | None:
-        """That worker, be it live or not; None: it is gone."""
+        """Returns that worker, live or not; None: it is gone."""
         return next((info for info in self._infos.values() if info.key == key), None)
 
     def engine_life(self, key: WorkerKey) -> str | None:
-        """As that worker registers it; None: it does not say, or is not there."""
+        """Returns the life that a worker registers for its engine; None: it is unknown."""
         inc = self.incarnation_of(key)
         info = None if inc is None else self._infos.get(inc)
         return (info and info.engine_life) or None
 
     def is_tainted(self, key: WorkerKey) -> bool:
-        """Whether that worker's engine may hold KV of one prompt as another's."""
+        """Whether a worker's engine may hold KV of one prompt as another's."""
         marks = self.last_view.marks if self.last_view is not None else {}
         if not any("tainted" in one for one in marks.values()):
             return False
@@ -208,14 +206,14 @@ class Fleet:
 
     @property
     def has_looked(self) -> bool:
-        """Whether Redis was ever asked for the workers, be there an answer or not."""
+        """Whether Redis was ever asked for the workers, with an answer or without."""
         has_answer = self.last_view is not None or self.is_missing
         return has_answer or self.wrong_version is not None or bool(self._failure)
 
     @property
     def recovers(self) -> bool:
-        """Whether Redis was unreachable or emptied so recently that a live worker may have to renew
-        its lease, or to register again."""
+        """Whether Redis was away or emptied so recently that live workers may have yet to renew
+        their leases, or to register again."""
         return time.monotonic() < self._recovers_until
 
     @property
@@ -225,21 +223,21 @@ class Fleet:
 
     @property
     def sleeps(self) -> bool:
-        """Whether, when Redis was last asked, there was no worker that decodes, and one will come
-        if a request waits."""
+        """Whether no worker decoded when Redis was last asked, and one will come if a request
+        waits."""
         if self.last_view is None or not self.wakes:
             return False
         return all(info.role is Role.PREFILL for info in self.last_view.infos)
 
     @property
     def redis_now_ms(self) -> int | None:
-        """The Redis clock, by what it was when Redis last answered; None before it ever did."""
+        """Redis clock, by what it was when Redis last answered; None before it ever did."""
         ahead_ms = self._redis_ahead_ms
         return None if ahead_ms is None else round(time.monotonic() * 1000 + ahead_ms)
 
     def _ahead_ms(self, latest: float) -> float:
-        """The Redis clock minus ours. Each answer is late, which makes it look smaller than it is:
-        so the largest of late counts, unless the clock was set back."""
+        """Returns the Redis clock minus ours. Late answers make it look smaller, so the largest
+        lately counts, unless the clock was set back."""
         known = self._redis_ahead_ms
         if known is None or known - latest > CLOCK_SET_BACK_MS:
             return latest
@@ -264,14 +262,15 @@ class Fleet:
             self._recover(str(error), is_emptied=is_emptied)
 
     def _recover(self, failure: str, *, is_emptied: bool) -> None:
-        """From now on the last view is the better one until its workers are heard of again."""
+        """Keep the last view until its workers are heard of again."""
         self._recovers_until = time.monotonic() + RECOVERY_S
         self._failure, self._is_emptied = failure, is_emptied or self._is_emptied
         if self.last_view is not None:
             self._missed = frozenset(info.key for info in self.last_view.infos)
 
     async def view(self, snapshot: Snapshot) -> View:
-        """`snapshot` with what is known about its incarnations. Asks Redis only about new ones.
+        """Returns `snapshot` with what is known about its incarnations. Asks Redis only about new
+        ones.
 
         Raises RedisUnavailable, and RedisRecovering while the last view is the better one.
         """
@@ -298,7 +297,8 @@ class Fleet:
         return self._show(snapshot)
 
     def _still_missed(self, snapshot: Snapshot) -> int:
-        """How many of the missed workers have no lease or, if Redis lost them, are not back yet."""
+        """Returns how many missed workers have no lease or, if Redis lost them, are not back
+        yet."""
         there = snapshot.loads.incarnations if self._is_emptied else snapshot.lapsed
         keys = {self._infos[inc].key for inc in there if inc in self._infos}
         return len(self._missed - keys if self._is_emptied else self._missed & keys)
@@ -321,7 +321,7 @@ class Fleet:
         return self.last_view
 
     def _without_unheard(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot` without targets of late fetches whose sources are not heard of."""
+        """Returns `snapshot` without targets of late fetches whose sources are not heard of."""
         now_ms = snapshot.now_ms
         targets = {f.target for f in self._fetches if f.until_ms <= now_ms and self._is_unheard(f)}
         live = {inc: self._infos[inc].key for inc in snapshot.loads.incarnations}
@@ -400,20 +400,19 @@ class Fleet:
 
     @property
     def away(self) -> Mapping[Incarnation, int]:
-        """Those whose agents were away when Redis was last asked, and since when, in ms."""
+        """Incarnations whose agents were away when Redis was last asked, and since when, in ms."""
         return self.last_view.away if self.last_view else {}
 
     @property
     def guessed(self) -> frozenset[Incarnation]:
-        """As in the last view."""
+        """Incarnations of which nobody tells what they cache, as in the last view."""
         return self.last_view.guessed if self.last_view else frozenset()
 
     def info_of(self, incarnation: Incarnation) -> WorkerInfo | None:
-        """None: it is not known."""
         return self._infos.get(incarnation)
 
     def name_of(self, incarnation: Incarnation) -> str:
-        """The worker it is of, for a log."""
+        """Returns the name of an incarnation's worker, for a log."""
         info = self._infos.get(incarnation)
         return f"worker {info.key}" if info else f"incarnation {incarnation}"
 
@@ -430,5 +429,5 @@ class Fleet:
 
 
 def _same(some: list[Incarnation], others: list[Incarnation]) -> bool:
-    """Equal. The two are mostly one list, and lists do not look for that."""
+    """Whether both are equal. They are mostly one list, and lists do not look for that."""
     return some is others or some == others

@@ -1,6 +1,6 @@
-"""What routers write down about where requests went: blocks to come, sessions, and decisions.
+"""Records of where requests went: blocks to come, sessions, and decisions.
 
-Written after decisions, never before their answers. What Redis does not accept in time is lost.
+Written after decisions, never before their answers. Redis loses what it does not accept in time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from app.state.scripts import Call
 log = logging.getLogger(__name__)
 
 MAX_UNWRITTEN = 1024
-"""Beyond this many of each kind, the oldest are lost."""
+"""Records of each kind that may wait; beyond that the oldest are lost."""
 RECORD_PAUSE_S = 0.05
 MAX_PREDICTIONS = 262_144
 """Routed blocks recorded in each shard; beyond, the oldest fifth is dropped."""
@@ -41,8 +41,7 @@ SESSION_TTL_S = 600.0
 
 
 class History:
-    """Reads and writes predictions and sessions, and writes decisions, as far as the settings use
-    them."""
+    """Reads and writes predictions and sessions, and writes decisions, as the settings say."""
 
     def __init__(self, replica: Replica) -> None:
         settings = replica.settings
@@ -58,7 +57,7 @@ class History:
         self._details = Pace(settings.details_per_s)
         self._unrecorded: deque[Plan] = deque(maxlen=MAX_UNWRITTEN)
         self._ended: dict[str, Ending] = {}
-        """By reservation, since decisions were recorded last."""
+        """Endings by reservation, since decisions were recorded last."""
         self._has_unrecorded = asyncio.Event()
 
     @property
@@ -67,15 +66,15 @@ class History:
         return bool(self._replica.fleet.guessed)
 
     def recall(self, queries: Sequence[Query]) -> list[Call[list[sessions.Visit | None]]]:
-        """At most one call, which returns where what they follow last went: see `follow`."""
+        """Returns at most one call, which returns where what the queries follow last went."""
         names = [name for query in queries for name in self._followed(query.request)]
         return [sessions.recall(self._replica.keyspace, names)] if names else []
 
     def follow(
         self, queries: Sequence[Query], visits: list[sessions.Visit | None], now_ms: int
     ) -> None:
-        """Have each query know where the first of what it follows is, if that visit was not too
-        long ago. visits: as `recall` returns them."""
+        """Set where the first of what each query follows is, if that visit was recent enough.
+        visits: as `recall` returns them."""
         came = iter(visits)
         oldest_ms = now_ms - round(1000 * SESSION_TTL_S)
         for query in queries:
@@ -89,8 +88,8 @@ class History:
                         query.followed = 1.0 - max(0, place - of_session) / len(names)
 
     def _followed(self, request: RouteRequest) -> list[str]:
-        """What may tell where a request's cache is, the best first: its session; of one that is
-        blind, also where texts went that begin alike."""
+        """Returns what may tell where a request's cache is, the best first: its session, and if it
+        is blind, where texts went that begin alike."""
         if not request.is_blind:
             return [request.session] if self._session_affinity and request.session else []
         return [*([request.session] if request.session else ()), *request.trail]
@@ -98,8 +97,8 @@ class History:
     def predicted(
         self, queries: Sequence[Query], shards: int
     ) -> dict[int, Call[dict[Incarnation, int]]]:
-        """For queries by their place: the leading blocks that workers which publish nothing will
-        hold. None while all workers publish."""
+        """Returns calls for queries by their place: for the leading blocks that workers which
+        publish nothing will hold. None while all workers publish."""
         if not self.predicts:
             return {}
         chains = [query.request.chain for query in queries]
@@ -109,7 +108,7 @@ class History:
         }
 
     def computing(self, queries: Sequence[Query]) -> dict[int, Call[dict[bytes, bytes]]]:
-        """For long prompts by their place: what is in flight of those that begin alike."""
+        """Returns calls for long prompts by their place: for what is in flight and begins alike."""
         calls = {}
         for place, query in enumerate(queries):
             query.alike = ""
@@ -122,8 +121,8 @@ class History:
     def note_computing(
         self, query: Query, fields: dict[bytes, bytes], now_ms: int
     ) -> dict[Incarnation, int]:
-        """The leading blocks of the prompt that each incarnation computes. fields: what `computing`
-        read."""
+        """Returns the leading blocks of the prompt that each incarnation computes. fields: what
+        `computing` read."""
         found = in_flight.parsed(fields, query.request.chain, self._long_blocks, now_ms)
         if found.over:
             self._write(in_flight.computed(self._replica.keyspace, query.alike, found.over))
@@ -162,8 +161,8 @@ class History:
             self._write(sessions.remember(keyspace, name, incarnation, ttl_ms))
 
     def confirm(self, attempt: str) -> None:
-        """Write down that the first token of a request is out. What was predicted for it is held
-        now; where workers publish what they hold, that says more than what is in flight."""
+        """Write down that the first token of a request is out: what was predicted is held now.
+        Where workers publish what they hold, that says more than what is in flight."""
         if self.predicts:
             for shard in self._shards:
                 self._write(predictions.confirm_predicted(shard, attempt, self.predictions))
@@ -181,13 +180,12 @@ class History:
             self._write(in_flight.computed(self._replica.keyspace, alike, [attempt]))
 
     def record(self, plan: Plan) -> None:
-        """Have a decision recorded."""
         if self._decisions_kept:
             self._unrecorded.append(plan)
             self._has_unrecorded.set()
 
     def end(self, reservation_id: str, ending: Ending) -> None:
-        """Have it recorded what came of a decision."""
+        """Record what came of a decision."""
         if self._decisions_kept and len(self._ended) < MAX_UNWRITTEN:
             now_ms = self._replica.fleet.redis_now_ms or 0
             self._ended[reservation_id] = replace(ending, ended_ms=now_ms)
@@ -246,7 +244,7 @@ class History:
 
     @property
     def _shards(self) -> list[Keyspace]:
-        """All of them: an attempt does not say in which one its chain lies."""
+        """Every shard: an attempt does not say in which one its chain lies."""
         replica = self._replica
         return [replica.keyspace.of_shard(n) for n in range(replica.fleet.shards or 1)]
 

@@ -1,5 +1,5 @@
-"""What this replica has learned of workers whose engines tell nothing: from what it routed to them,
-and from their answers."""
+"""Figures that this replica has learned of workers whose engines tell nothing: from what it routed
+to them, and from their answers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ from app.policy.view import View
 from app.router.fleet import Fleet
 
 MOST_USED = 65_536
-"""Blocks of one worker of which it is known when they were last used: of some thousand prompts."""
+"""Blocks of one worker whose last use is known: of some thousand prompts."""
 
 
 class LastUse:
-    """When blocks of one worker were last routed there, by the tokens that it had computed by then.
-    Engines evict what was not used for longest."""
+    """Last use of each block of one worker, by the tokens that it had computed by then. Engines
+    evict what was not used for longest."""
 
     def __init__(self) -> None:
         self._used: OrderedDict[SequenceHash, float] = OrderedDict()
         self._computed = 0.0
-        """Tokens."""
         self._requests = 0
-        """That it had got when one was last routed from here."""
+        """Requests that the worker had got when one was last routed from here."""
 
     def now(self, requests: int, mean_tokens: float) -> float:
-        """Tokens computed by now. requests: that it has got, from all replicas; those of others are
-        taken to add mean_tokens each."""
+        """Returns the tokens computed by now.
+
+        requests: that it has got, from all replicas; those of others are taken to add mean_tokens
+        each.
+        """
         others = max(0, requests - self._requests) if self._requests else 0
         return self._computed + others * mean_tokens
 
     def note(
         self, chain: Sequence[SequenceHash], tokens: int, requests: int, mean_tokens: float
     ) -> None:
-        """A request is routed there, of whose prompt so many tokens are computed. requests: that it
-        has got with this one."""
+        """Note that a request is routed there, with so many tokens of its prompt to compute.
+
+        requests: that the worker has got with this one.
+        """
         at = self._computed = self.now(requests - 1, mean_tokens) + tokens
         self._requests = requests
         for place in positions(len(chain)):
@@ -52,8 +56,8 @@ class LastUse:
     def held(
         self, chain: Sequence[SequenceHash], blocks: int, now: float, room_tokens: float
     ) -> int:
-        """Of the first `blocks` of a chain, those that were used within the last `room_tokens`, or
-        of which that is not known here."""
+        """Returns how many of the first `blocks` of a chain were used within the last
+        `room_tokens`, or at an unknown time."""
         held = 0
         for place in positions(len(chain)):
             if place > blocks:
@@ -66,14 +70,14 @@ class LastUse:
 
 
 class LearnedWorkers:
-    """By incarnation; those that are gone are forgotten."""
+    """Last uses and answers by incarnation; workers that are gone are forgotten."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._workers: dict[Incarnation, tuple[LastUse, Answers]] = {}
 
     def routed(self, plan: Plan) -> None:
-        """A request goes where it was planned to."""
+        """Note that a request goes where it was planned to."""
         incarnation = plan.reservation.incarnation
         if incarnation in plan.view.guessed and plan.request.chain:
             last_use, answers = self._of(incarnation)
@@ -84,7 +88,7 @@ class LearnedWorkers:
             last_use.note(plan.request.chain, computed, requests, answers.new_tokens or 0.0)
 
     def add(self, decision: Decision, answer: Answer) -> None:
-        """What an engine said of an answer that it has given to its end."""
+        """Learn from what an engine said of an answer that it gave to its end."""
         info, incarnation = decision.worker, decision.incarnation
         # Of one whose agent hears nothing for a while, overlap is also what was published before.
         is_silent = info.trust is Trust.APPROXIMATE and not info.event_addresses
@@ -101,7 +105,7 @@ class LearnedWorkers:
     def held(
         self, incarnation: Incarnation, chain: Sequence[SequenceHash], blocks: int, view: View
     ) -> int:
-        """Of the first `blocks` of a chain, which were routed to a worker, those that it is
+        """Returns how many of the first `blocks` of a chain, which were routed to a worker, it is
         expected to have still."""
         position = view.position(incarnation)
         if position is None or incarnation not in self._workers:

@@ -1,4 +1,4 @@
-"""Which requests of limited keys are let in: as one counter for all replicas says, in Redis."""
+"""Limits of keys: requests are let in as one counter for all replicas says, in Redis."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from app.state.records import AdmitRow
 from app.state.scripts import Call
 
 LEASE_S = 10.0
-"""So long a replica's requests count that says no more of them: a killed one's places are free
-again then."""
+"""Requests of a replica that says no more of them count so long: then a killed one's places are
+free."""
 RENEW_S = 1.0
 SETTLED_S = 2.0
-"""After Redis was away: by then all replicas have said what they hold."""
+"""Seconds after Redis was away, in which all replicas have said what they hold."""
 BLOCKED_S = 1.0
-"""Without asking Redis, requests are refused for no longer than that."""
+"""Longest time for which requests are refused without asking Redis."""
 MAX_UNSETTLED = 4096
 MEAN_OUTPUT_TOKENS = 256.0
 LATELY = 0.05
-"""The weight of the last answer in the mean length of a key's answers."""
+"""Weight of the last answer in the mean length of a key's answers."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Alone:
     at_s: float
 
     def wait_s(self, cost: float, now_s: float) -> float:
-        """Returns how long it takes until so much may be taken; 0: it may be now."""
+        """Returns seconds until so much may be taken; 0: now."""
         burst, per_s = max(1.0, self.rate.burst / self.parts), self.rate.per_s / self.parts
         self.level = min(burst, self.level + (now_s - self.at_s) * per_s)
         self.at_s = now_s
@@ -48,10 +48,13 @@ class _Alone:
 
 @dataclass(slots=True)
 class _Key:
-    """held: requests that were let in and have not ended. asking: those of calls under way.
-    left: of each bucket, when Redis last said. away_s: since when Redis is; None: it answers.
-    steady_until_s: until then no more may be held than `most`. blocked_until_s: until then all are
-    refused, by `blocked`."""
+    """One key's requests at this replica.
+
+    held: let in and not ended. asking: in calls under way. left: of each bucket, when Redis last
+    said.
+    away_s: since when Redis is away; None: it answers. steady_until_s: until then no more may be
+    held than `most`. blocked_until_s: until then all are refused, by `blocked`.
+    """
 
     rules: KeyRules
     held: int = 0
@@ -68,14 +71,14 @@ class _Key:
 
 
 class Asking:
-    """The requests of one look-up that are to be let in, and the call that asks for that."""
+    """Requests of one look-up that are to be let in, and the call that asks for that."""
 
     def __init__(self, limiter: Limiter, some: Sequence[RouteRequest], call: Call[list[Admitted]]):
         self.call = call
         self._limiter, self._some = limiter, some
 
     def told(self, reply: object) -> None:
-        """reply: of Redis; what is none leaves all requests to `Limiter.let_in`."""
+        """Take the reply of Redis; without one, all requests are left to `Limiter.let_in`."""
         self._limiter.told_of(self._some, reply if isinstance(reply, list) else None)
 
 
@@ -93,18 +96,17 @@ class Limiter:
         self._is_away = False
         self._told_of: Sequence[str] = ()
         self._held = 0
-        """Of all keys."""
 
     def check(self, spending: Spending) -> None:
-        """Refuse, before anything is done for it, a request that Redis would refuse as it did
-        those just before. Raises RateLimited."""
+        """Refuse a request that Redis would refuse as it did those just before. Raises
+        RateLimited."""
         key, now_s = self._keys.get(spending.rules.name), time.monotonic()
         if key is not None and key.blocked_until_s > now_s:
             spending.refused = self._refusal(key, key.blocked, key.blocked_until_s - now_s)
             raise spending.refused
 
     def asking(self, some: Sequence[RouteRequest]) -> Asking:
-        """The call to send with the look-up of these, which are of limited keys and not let in."""
+        """Returns the call to send with the look-up of these, which are limited and not let in."""
         rows = []
         for request in some:
             spending = request.spending
@@ -126,7 +128,7 @@ class Limiter:
         return Asking(self, some, self._call(rows))
 
     def told_of(self, some: Sequence[RouteRequest], reply: list[Admitted] | None) -> None:
-        """Redis has said which requests may be let in; None: it has not."""
+        """Note which requests Redis lets in; None: it has not said."""
         now_s = time.monotonic()
         for at, request in enumerate(some):
             spending = request.spending
@@ -152,8 +154,8 @@ class Limiter:
                     spending.refused = self._refusal(key, "concurrent", SETTLED_S)
 
     def let_in(self, request: RouteRequest) -> None:
-        """Let a request in, or refuse it, of which Redis has not said whether it may be: by this
-        replica's part of what its key may use."""
+        """Let a request in, or refuse it, that Redis has not decided: by this replica's part of
+        what its key may use."""
         spending, now_s = request.spending, time.monotonic()
         assert spending is not None
         if spending.is_let_in or spending.refused is not None:
@@ -185,8 +187,8 @@ class Limiter:
         self._let_in(key, spending)
 
     def ended(self, spending: Spending, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
-        """A request has ended, which used so many tokens: only the first call counts, and it may
-        come before the request is let in."""
+        """Settle a request that has ended and used so many tokens: only the first call counts, and
+        it may come before the request is let in."""
         if spending.has_ended:
             return
         spending.has_ended = True
@@ -219,7 +221,8 @@ class Limiter:
         return bool(self._unsettled) or time.monotonic() - self._renewed_s >= RENEW_S
 
     def take(self) -> Call[list[Admitted]] | None:
-        """The call to send now; `told` must follow. None: there is nothing to say."""
+        """Returns the call to send now, after which `told` must follow. None: nothing is to be
+        said."""
         if not self.is_due:
             return None
         self._is_away, self._renewed_s = True, time.monotonic()
@@ -235,8 +238,8 @@ class Limiter:
         return self._call([row._replace(held=held[row.key]) for row in settled])
 
     def told(self, reply: object) -> None:
-        """Redis has answered the call, or not: then what it settles is not said again, as it may
-        have counted, but only how many requests are held."""
+        """Take the reply of Redis. Without one, what was settled is not said again, as it may have
+        counted."""
         self._is_away = False
         for name, one in zip(self._told_of, reply if isinstance(reply, list) else (), strict=False):
             self._keys[name].replicas = one.replicas
@@ -255,7 +258,7 @@ class Limiter:
         return key
 
     def _output(self, request: RouteRequest, key: _Key) -> int:
-        """Tokens of its answer, as it asks for or as answers are."""
+        """Returns tokens of its answer, as it asks for or as answers are."""
         return request.output_tokens if request.output_tokens != 1 else round(key.mean_output)
 
     def _let_in(self, key: _Key, spending: Spending) -> None:

@@ -1,4 +1,6 @@
-"""What Redis knows about a batch's prompts and about the workers, asked for together."""
+"""Look-ups in Redis, of a batch's prompts and the workers together; and answers that its index has
+yet to hear of. Events come some 10 ms after an answer, and the next turn of a chat may be faster.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from app.state import overlap, reservations
 from app.state.columns import Columns
 
 KEPT_S = 1.0
-"""An engine whose events have not come by then publishes nothing of the prompt."""
+"""Engines whose events have not come by then publish nothing of the prompt."""
 MAX_KEPT = 128
-"""Beyond that the oldest are forgotten: a replica that ends so many in a second waits for none."""
+"""Answers beyond this many push out the oldest: a replica with so many in a second waits for
+none."""
 
 
 class _RecentAnswer(NamedTuple):
@@ -35,15 +38,15 @@ class _RecentAnswer(NamedTuple):
 
 
 class Recent:
-    """Times are monotonic seconds."""
+    """Prompts that workers have just answered, and therefore hold. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._answered: deque[_RecentAnswer] = deque()
         self._by_root: dict[SequenceHash, deque[_RecentAnswer]] = {}
-        """The same, by their first block."""
+        """Answers by their first block."""
 
     def add(self, incarnation: Incarnation, chain: list[SequenceHash], now_s: float) -> None:
-        """A worker has answered a prompt with this chain."""
+        """Note that a worker has answered a prompt with this chain."""
         if not chain:
             return
         if len(self._answered) == MAX_KEPT:
@@ -61,7 +64,8 @@ class Recent:
     def held(
         self, chain: list[SequenceHash], published: Mapping[Incarnation, TierOverlap], now_s: float
     ) -> dict[Incarnation, int]:
-        """Leading blocks of `chain` that workers hold, where that is more than is published."""
+        """Returns the leading blocks of `chain` that workers hold, where that exceeds what is
+        published."""
         while self._answered and now_s - self._answered[0].at_s > KEPT_S:
             self._forget_first()
         longer: dict[Incarnation, int] = {}
@@ -78,13 +82,13 @@ class Recent:
 
 
 def _shared(one: list[SequenceHash], other: list[SequenceHash], known: int) -> int:
-    """How many leading blocks they share, of which `known` and one more are known to be."""
+    """Returns how many leading blocks both share; `known` and one more are known to be shared."""
     last = min(len(one), len(other))
     return bisect_left(range(last), True, known + 1, key=lambda at: one[at] != other[at])
 
 
 class LookUp:
-    """Finds what a decision is made from, in at most two round trips, which take reports along."""
+    """Reads what a decision is made from, in at most two round trips, which take reports along."""
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class LookUp:
         self._taught = taught
         self._loads = reservations.loads(replica.keyspace)
         self.columns = Columns()
-        """The loads that are known, for those alone who decide."""
+        """Loads that the deciding task knows."""
         self._boundaries = overlap.Boundaries()
 
     def routed(self, plan: Plan) -> None:
@@ -109,7 +113,8 @@ class LookUp:
         self._taught.routed(plan)
 
     async def workers(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
+        """Returns the workers as they are now. Raises RedisUnavailable, NamespaceMissing,
+        WrongVersion."""
         try:
             snapshot = await self._replica.runner.one(self._loads)
         except WrongVersion as error:
@@ -118,7 +123,7 @@ class LookUp:
         return await self._replica.fleet.view(snapshot)
 
     async def batch(self, queries: Sequence[Query]) -> View:
-        """The workers as they are now; sets what the queries know of their prompts.
+        """Returns the workers as they are now; sets what the queries know of their prompts.
 
         Raises RedisUnavailable, NamespaceMissing, WrongVersion.
         """
@@ -197,8 +202,8 @@ class LookUp:
     ) -> None:
         """Set what the query knows of its prompt.
 
-        published: as `overlap.match` tells. predicted: blocks that workers which publish nothing
-        will hold; computing: those that the others compute.
+        published: as `overlap.match` returns. predicted: blocks that workers which publish nothing
+        will hold. computing: blocks that the others compute.
         """
         chain, held_by = query.request.chain, self._taught.held
         predicted = {
@@ -225,7 +230,6 @@ class LookUp:
 
 
 def _trust(published: Overlaps | None, is_short: bool, is_predicted: bool) -> Trust:
-    """published: by the index; None: it did not tell. is_predicted: in part."""
     if published is None:
         return Trust.BLIND
     is_bound = is_short or is_predicted or isinstance(published, overlap.Rough)
@@ -233,7 +237,7 @@ def _trust(published: Overlaps | None, is_short: bool, is_predicted: bool) -> Tr
 
 
 def with_predicted(overlaps: Overlaps, predicted: dict[Incarnation, int]) -> Overlaps:
-    """`overlaps`, longer on the device where more blocks are predicted than published."""
+    """Returns `overlaps`, longer on the device where more blocks are predicted than published."""
     own = dict(overlaps.own)
     for inc, blocks in predicted.items():
         known = overlaps.get(inc, NO_OVERLAP)

@@ -1,4 +1,4 @@
-"""What routers do besides decisions: expire, retire, release, sweep and prune.
+"""Work of routers besides decisions: expire, retire, release, sweep and prune.
 
 Every replica does a little of it, so it does not matter which of them are alive.
 """
@@ -29,24 +29,24 @@ log = logging.getLogger(__name__)
 
 MAINTENANCE_INTERVAL_S = 0.25
 RETIRE_GRACE_MS = 5000
-"""A worker that Redis has not heard from for this long after its lease is gone for good: its
-requests and blocks are forgotten. Until then it is just not routed to."""
+"""Workers that Redis has not heard from for this long after their lease are gone for good, with
+their requests and blocks. Until then they are just not routed to."""
 SWEEP_BUCKETS = 32
 """A step of the sweep then takes Redis about a millisecond."""
 SWEEP_PAUSE_S = 0.005
 SWEEP_PAUSE_MS, SWEEP_IDLE_MS = 4, 200
-"""Steps of all routers are this far apart, with and without something to sweep, so that more of
-them cost Redis no more. Both are a little less than the pauses that a router makes."""
+"""Steps of all routers are this far apart, with and without something to sweep, so that more
+routers cost Redis no more. Both are a little less than the pauses that one router makes."""
 FILL_INTERVAL_S = 10.0
 POLICY_INTERVAL_S, POLICY_TIMEOUT_S = 10.0, 2.0
 PLANNER_INTERVAL_S = 1.0
 PRUNE_BUCKETS = 64
-"""All of 8,192 buckets are then searched every 32 s, or more often if that is too slow for the
+"""Each of 8,192 buckets is then searched every 32 s, or more often if that is too slow for the
 lifetime of predictions."""
 UNPREDICTED_INTERVAL_S = 2.0
-"""While no predictions are kept: some may be left from when an agent was away."""
+"""Pause while no predictions are kept: some may be left from when an agent was away."""
 SCRUB_INTERVAL_MS = 300_000
-"""How often to look for entries that no death explains: about 8 µs of Redis's time per bucket."""
+"""Entries that no death explains are looked for this often: 8 µs of Redis's time per bucket."""
 EXPIRE_LIMIT = 64
 MAX_REPORTS = 4096
 
@@ -64,7 +64,7 @@ class Maintenance:
         # Beyond the limit, the oldest are left to expire.
         self._reports: deque[Call[list[str | None]]] = deque(maxlen=MAX_REPORTS)
         self.danger_of_eviction = ""
-        """What is wrong with the eviction policy of Redis; "": nothing."""
+        """Why the eviction policy of Redis is dangerous; "": it is not."""
 
     async def run(self) -> None:
         """Run until cancelled; what is to be told soon still is then."""
@@ -142,7 +142,7 @@ class Maintenance:
         reports: list[Call[list[str | None]]],
         replies: list[list[str | None] | RedisUnavailable],
     ) -> bool:
-        """Take the first reports off the queue: those that failed go to its end, so that none holds
+        """Take the first reports off the queue; those that failed go to its end, so that none holds
         up the rest. Returns whether Redis took any."""
         took = False
         for sent, reply in zip(reports, replies, strict=False):
@@ -176,7 +176,7 @@ class Maintenance:
             await asyncio.sleep(pause)
 
     async def _watch_planner(self) -> None:
-        """Learn whether one starts workers for requests that find none."""
+        """Learn whether a planner starts workers for requests that find none."""
         wakes_until = planner.wakes_until(self._keyspace)
         while True:
             with suppress(RedisUnavailable):
@@ -184,7 +184,8 @@ class Maintenance:
             await asyncio.sleep(PLANNER_INTERVAL_S)
 
     async def _watch_memory(self) -> None:
-        """As at the start, when a dangerous one is refused: it may be changed at any time."""
+        """Look again for an eviction policy that is refused at the start: it may change at any
+        time."""
         while True:
             with suppress(RedisUnavailable):
                 danger, fill = await memory_of(self._runner.redis, POLICY_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What workers measure, as a router reads it from the metrics stream."""
+"""Figures that workers measure, as a router reads them from the metrics stream."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 PAGE = 512
 """Entries of the metrics stream read at a time, in some 20 ms: two of each of 256 workers."""
 MAX_AHEAD_S = 60.0
-"""How far an entry of the metrics stream may be ahead of the Redis clock."""
+"""Seconds that an entry of the metrics stream may be ahead of the Redis clock."""
 
 
 class Measurements:
-    """The latest of each incarnation.
+    """Latest measurement of each incarnation.
 
-    now_ms: the Redis clock; None: it is not known. view: the last one of the workers.
+    now_ms: the Redis clock; None: unknown. view: the last one of the workers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Measurements:
         view: Callable[[], View | None],
     ) -> None:
         self.unshown: dict[Incarnation, Measurement] = {}
-        """What no view shows yet."""
+        """Measurements that no view shows yet."""
         self._redis = redis
         self._keyspace = keyspace
         self._timeout_s = timeout_s
@@ -49,15 +49,14 @@ class Measurements:
         self._view = view
         self._measured: dict[Incarnation, Measurement] = {}
         self._taught: dict[Incarnation, Speed] = {}
-        """Of those whose agents cannot learn it."""
+        """Speeds of workers whose agents cannot learn them."""
         self._newest_ms: int | None = None
-        """The time of the last entry read."""
 
     def of(self, incarnation: Incarnation) -> Measurement:
         return self._measured.get(incarnation, UNMEASURED)
 
     def teach(self, incarnation: Incarnation, speed: Speed) -> None:
-        """From now on that is how fast a worker is, whatever it reports."""
+        """Set how fast a worker is, whatever it reports."""
         self._taught[incarnation] = speed
         measured = replace(self.of(incarnation), speed=speed)
         self._measured[incarnation] = self.unshown[incarnation] = measured
@@ -71,7 +70,7 @@ class Measurements:
 
     @property
     def age_s(self) -> float:
-        """Of the newest entry that was read; 0 before any."""
+        """Age of the newest entry that was read; 0 before any."""
         now_ms = self._now_ms()
         if now_ms is None or self._newest_ms is None:
             return 0.0
@@ -133,7 +132,7 @@ class Measurements:
         return newest
 
     def _take(self, at_ms: int, fields: dict[bytes, bytes]) -> bool:
-        """Keep what an entry says; False: it makes no sense."""
+        """Keep what an entry says; returns False if it makes no sense."""
         try:
             incarnation = Incarnation(int(fields[b"incarnation"]))
             measured = Measurement(*registration.decode_metrics(fields), at_ms)

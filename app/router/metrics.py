@@ -1,4 +1,4 @@
-"""What a router counts about itself, for Prometheus."""
+"""Prometheus metrics of a router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0)
 
 LOOK_EVERY_S = 0.05
 LOOKS = 100
-"""Those of five seconds, of which nine in ten are less late than is told."""
+"""Looks within five seconds; nine in ten are less late than is told."""
 
 
 def _of_worker(name: str, help_text: str) -> Family:
@@ -45,7 +45,6 @@ def _of_worker(name: str, help_text: str) -> Family:
 
 
 def _reported(items: Iterable[Item]) -> dict[str, Family]:
-    """The gauges of what workers report."""
     return {
         item.gauge: _of_worker(item.gauge, f"{item.help[0].upper()}{item.help[1:]}.")
         for item in items
@@ -95,12 +94,11 @@ WORKER_FAMILIES = {
     ),
     **_reported(GPU),
 }
-"""By their names in what `_shown` yields. What a GPU does not report, or not lately, has no
-sample; nor do failures and requests of others without any."""
+"""Families by their names in what `_shown` yields. What a GPU does not report, or not lately, has
+no sample; nor do failures and requests of others without any."""
 
 
 def _samples(view: View | None, changes: Mapping[str, int]) -> Iterator[Sampled]:
-    """What a view shows of its workers. view: None shows nothing."""
     for worker, number in changes.items():
         yield WORKER_FAMILIES["changes"], (worker,), number
     if view is None:
@@ -114,7 +112,7 @@ def _samples(view: View | None, changes: Mapping[str, int]) -> Iterator[Sampled]
 
 
 def _shown(view: View) -> Iterator[tuple[Incarnation, WorkerInfo, dict[str, float | None]]]:
-    """Each worker with its values, by the names of WORKER_FAMILIES."""
+    """Yields each worker with its values, by the names of WORKER_FAMILIES."""
     for inc, info in view.paused.items():
         yield inc, info, _failures(view, inc)
     for inc, info, load, measured, others, away_s in zip(
@@ -301,9 +299,8 @@ class Telemetry(Table):
         self._counted: dict[str, tuple[Counter, Counter]] = {}
         self.reuse = Reuse(self.registry)
         self.view: View | None = None
-        """Whose workers are shown."""
         self.changes: Mapping[str, int] = {}
-        """How often each worker has joined or left within the last hour."""
+        """Times that each worker has joined or left within the last hour."""
         self.registry.register(
             ScrapeCollector(WORKER_FAMILIES.values(), lambda: _samples(self.view, self.changes))
         )
@@ -335,8 +332,8 @@ class Telemetry(Table):
 
 
 class Pulse:
-    """Measures while `run` runs. What waits for the loop, or for the CPU, is in no other metric:
-    they all begin once the loop has come to a request."""
+    """Measures how well the process gets on, while `run` runs: how late its event loop is, and how
+    much CPU it uses. All other metrics begin once the loop has come to a request."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -358,8 +355,8 @@ class Pulse:
 
 
 async def text_of(own: Telemetry, others: Mapping[str, Telemetry]) -> bytes:
-    """All metrics in Prometheus text format. others: by namespace, which their samples name in a
-    label.
+    """Returns all metrics in Prometheus text format. others: by namespace, which their samples
+    name.
 
     Other tasks run between any two families, as one takes up to 10 ms with a thousand workers.
     """

@@ -1,4 +1,9 @@
-"""A prompt, by its tokens or by the hashes of its blocks, and the chain of blocks that it is."""
+"""Prompts, by their tokens or by the hashes of their blocks, and the chains of blocks that they
+are.
+
+Chains seen lately are kept, so that of a prompt that goes on only the rest is hashed: a
+conversation's next turn begins with all of its last one, and of 512 blocks perhaps 20 are new.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +27,24 @@ from app.core.hashing import (
 from app.core.types import LocalHash, SequenceHash
 
 BLOCKS_AT_ONCE = 8192
-"""How many blocks are hashed before others have a turn: some 5 ms."""
+"""Blocks that are hashed before others have a turn: some 5 ms."""
 
 
 BLOCKS_PER_MARK = 32
-"""A prompt is found by each prefix of a multiple of so many blocks."""
+"""Prompts are found by each prefix of a multiple of so many blocks."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of what is kept: some 300,000 blocks of 16 tokens."""
+"""Bytes that are kept: some 300,000 blocks of 16 tokens."""
 BYTES_PER_HASH = 40
-"""Of a list of ints."""
+"""Bytes of an int in a list."""
 
 
 @dataclass(slots=True, eq=False)
 class MarkedPrompt:
-    """A prompt. tokens: little-endian u32. seed: of local hashes. marks: a digest of each prefix by
-    which it is found, the shortest first. chain: of its full blocks, once known; not changed."""
+    """A prompt whose prefixes can be found.
+
+    tokens: little-endian u32. seed: of local hashes. marks: a digest of each prefix by which it is
+    found, the shortest first. chain: of its full blocks, once known; not changed.
+    """
 
     tokens: bytes
     block_size: int
@@ -49,7 +57,7 @@ class MarkedPrompt:
         return len(self.tokens) + BYTES_PER_HASH * len(self.chain)
 
     def begins_as(self, other: MarkedPrompt, num_blocks: int) -> bool:
-        """Digests can be made to collide."""
+        """Whether it begins as the other: digests can be made to collide."""
         return (
             self.block_size == other.block_size
             and self.seed == other.seed
@@ -72,13 +80,13 @@ class KnownChains:
 
     def __init__(self) -> None:
         self._at: dict[int, MarkedPrompt] = {}
-        """By mark, the latest prompt that begins so."""
+        """Latest prompt that begins so, by mark."""
         self._kept: OrderedDict[int, MarkedPrompt] = OrderedDict()
-        """By their id(), the least lately used first."""
+        """Prompts by their id(), the least lately used first."""
         self._num_bytes = 0
 
     def prefix(self, prompt: MarkedPrompt) -> list[SequenceHash]:
-        """The longest chain known of what it begins with."""
+        """Returns the longest chain known that the prompt begins with."""
         for number in range(len(prompt.marks), 0, -1):
             known = self._at.get(prompt.marks[number - 1])
             num_blocks = number * BLOCKS_PER_MARK
@@ -88,7 +96,6 @@ class KnownChains:
         return []
 
     def keep(self, prompt: MarkedPrompt) -> None:
-        """From now on, find its chain."""
         if prompt.num_bytes > MAX_BYTES // 8:
             return
         self._kept[id(prompt)] = prompt
@@ -107,20 +114,22 @@ class KnownChains:
 @dataclass(slots=True)
 class Prompt:
     """A prompt of a permitted length, by its tokens or by the hashes of its blocks, whichever is
-    not None."""
+    not None.
+
+    may_be_longer: whether it may have full blocks without a hash, as in a lookup, which reserves
+    nothing. mm_hashes: for each full block, those of images and the like that touch it.
+    """
 
     num_tokens: int
     tokens: Tokens | None = None
     local_hashes: list[int] | None = None
     may_be_longer: bool = False
-    """Whether it may have full blocks without a hash, as in a lookup, which reserves nothing."""
     mm_hashes: list[list[int]] | None = None
-    """For each full block, those of images and the like that touch it."""
     lora_name: str | None = None
     cache_namespace: str | None = None
 
     async def chain(self, block_size: int, known: KnownChains | None = None) -> list[SequenceHash]:
-        """Sequence hashes of the full blocks; other tasks run after every BLOCKS_AT_ONCE.
+        """Returns sequence hashes of the full blocks; other tasks run after every BLOCKS_AT_ONCE.
 
         known: what need not be hashed again, and keeps this chain.
         Raises InvalidRequest if the hashes that the client gave do not fit `block_size`.
@@ -144,7 +153,7 @@ class Prompt:
     async def _hashed(
         self, chain: list[SequenceHash], num_blocks: int, block_size: int
     ) -> list[SequenceHash]:
-        """The chain that begins with `chain`, which is changed."""
+        """Returns the chain that begins with `chain`, which is changed."""
         for start in range(len(chain), num_blocks, BLOCKS_AT_ONCE):
             if start >= BLOCKS_AT_ONCE:
                 await asyncio.sleep(0)
@@ -174,7 +183,7 @@ class Prompt:
             token_bytes(self.tokens)
 
     def _local(self, start: int, end: int, block_size: int) -> list[LocalHash]:
-        """Local hashes of the blocks from `start` to `end`, `end` excluded."""
+        """Returns local hashes of the blocks from `start` to `end`, `end` excluded."""
         if self.local_hashes is not None:
             return cast(list[LocalHash], self.local_hashes[start:end])
         assert self.tokens is not None

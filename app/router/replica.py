@@ -1,4 +1,4 @@
-"""What all parts of one router replica share."""
+"""Parts that one router replica shares, and the tally of what its requests have used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from app.state import usage
 from app.state.scripts import Call, ScriptRunner
 
 MAX_WAITING = 1024
-"""Sums that wait for Redis; while it is away, what comes on top is counted as of others."""
+"""Sums that wait for Redis; while it is away, more are counted as of others."""
 EVERY_S = 0.02
-"""Between two calls, which take Redis 7 µs, and a µs or two for each key: under load each tells of
-several requests. A replica that is killed loses what ended within that time."""
+"""Seconds between two calls, which take Redis 7 µs, and a µs or two for each key. A replica that is
+killed loses what ended within that time."""
 DAY_MS = 24 * HOUR_MS
 
 
@@ -39,7 +39,7 @@ class UsageTally:
         self._number = 0
         self._sums: dict[Who, Usage] = {}
         self._call: Call[bool] | None = None
-        """What Redis is being told, or has not answered."""
+        """Call that Redis is being told by, or has not answered."""
         self._is_away = False
         self._sent_s = 0.0
 
@@ -51,13 +51,13 @@ class UsageTally:
         return time.monotonic() - self._sent_s >= EVERY_S
 
     def add(self, who: Who, used: Usage) -> None:
-        """Count a request."""
         if who not in self._sums and len(self._sums) >= MAX_WAITING:
             who = Who(OTHER, OTHER, who.model)
         self._sums[who] = self._sums.get(who, Usage()).plus(used)
 
     def take(self) -> Call[bool] | None:
-        """The call to send now; `told` must follow. None: there is nothing to tell."""
+        """Returns the call to send now, after which `told` must follow. None: nothing is to be
+        told."""
         now_ms = self._redis_now_ms()
         if not self.is_due or now_ms is None:
             return None

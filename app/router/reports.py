@@ -1,5 +1,5 @@
-"""First tokens and ends of requests, and what is still carried. Nobody waits for most of them: they
-ride with the next look-up, or go together a few milliseconds later."""
+"""Reports of first tokens and ends, and of what is still carried. Nobody waits for most of them:
+they ride with the next look-up, or go together a few milliseconds later."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 64
 EXTENDED_AT_ONCE = 128
-"""By one script, which takes Redis half a millisecond."""
+"""Extensions of one script, which takes Redis half a millisecond."""
 LOOK_S = 1.0
-"""How often to look for what is to be extended."""
+"""Seconds between looks for what is to be extended."""
 SOON_S = 0.005
-"""How long a report waits for a look-up that takes it along. A replica that is killed loses no more
-of them, and what they would have released expires."""
+"""Seconds that a report waits for a look-up that takes it along. A replica that is killed loses no
+more of them, and what they would have released expires."""
 MAX_UNREPORTED = 16_384
-"""Beyond this many, which only a slow Redis can cause, the oldest are left to expire."""
+"""Reports beyond this many, which only a slow Redis can cause, push out the oldest."""
 
 
 class _Event(StrEnum):
-    """Of a reservation, as metrics name them."""
+    """Events of a reservation, as metrics name them."""
 
     SOURCE_COMPLETE = "source_complete"
     PREFILL_COMPLETE = "prefill_complete"
@@ -50,11 +50,15 @@ class _Event(StrEnum):
 
 @dataclass(slots=True)
 class _Report:
-    """began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
-    nobody waits for that. ending: what came of the request; None: nobody says. answered: of an end:
-    whether the worker has answered all of it, as far as anybody says. is_whole: of an end:
-    it tells of the first token as well. is_late: the same id may have been promised something else
-    since. source_ttl_ms: how long a source keeps its blocks. late_ms: see `Release`."""
+    """One report.
+
+    began_by_ms: see `reservations.Release`. answer: whether there was such a reservation; None:
+    nobody waits for that. ending: what came of the request; None: nobody says.
+    answered: of an end: whether the worker has answered all of it, as far as anybody says.
+    is_whole: of an end: whether it reports the first token as well.
+    is_late: whether the same id may have been promised something else since.
+    source_ttl_ms: how long a source keeps its blocks. late_ms: see `Release`.
+    """
 
     reservation_id: str
     event: _Event
@@ -70,27 +74,30 @@ class _Report:
 
 @dataclass(slots=True)
 class Trip:
-    """What one round trip tells Redis. told: for each of the first calls, whose it is, and so with
-    the calls that follow and extensions. replies: to the calls; None: it came to none."""
+    """Reports of one round trip to Redis.
+
+    told: for each of the first calls, its reports, and likewise the following calls and extensions.
+    counts: whether the last call tells what requests have used. settles: whether the last call, or
+    the one before that, settles limits. replies: to the calls; None: it came to none.
+    """
 
     told: list[list[_Report]]
     extensions: list[list[Extension]]
     calls: list[Call[Any]]
     counts: bool = False
-    """Whether the last call tells what requests have used."""
     settles: bool = False
-    """Whether the last call, or the one before that, settles limits."""
     replies: list[Any] | None = None
 
     @property
     def ids(self) -> set[str]:
-        """Of all reservations that it tells of."""
+        """Ids of all reservations that it reports on."""
         extended = {one.reservation_id for some in self.extensions for one in some}
         return extended | {report.reservation_id for some in self.told for report in some}
 
 
 class Reports:
-    """Tells Redis. Of two reports of one reservation the second leaves once the first is answered.
+    """Reports to Redis. Of two reports of one reservation the second leaves once the first is
+    answered.
 
     on_end: called after each round trip, as requests may wait for what was released.
     """
@@ -111,12 +118,11 @@ class Reports:
         self._must_extend = False
         self._reports: deque[_Report] = deque()
         self._away: set[str] = set()
-        """The reservations that Redis is being told of."""
+        """Reservations that Redis is being told of."""
         self._timer: asyncio.TimerHandle | None = None
-        """When it is to be told of the others; None: there are none, or they go as soon as those
-        are back."""
+        """Time to send the others; None: there are none, or they go once those are back."""
         self._counting: asyncio.TimerHandle | None = None
-        """When it is to be told what requests have used."""
+        """Time to tell what requests have used."""
         self._sending: asyncio.Task[None] | None = None
 
     def source_complete(
@@ -125,8 +131,7 @@ class Reports:
         sources: Iterable[WorkerInfo],
         answer: asyncio.Future[bool] | None = None,
     ) -> None:
-        """The prompt is computed, or ready to be handed on, at the request's source: one of
-        these."""
+        """Report that a prompt is computed, or ready to be handed on, at one of these sources."""
         now_ms = self._replica.fleet.redis_now_ms
         own_s = self._replica.settings.kv_lease_s
         ttl_ms = round(1000 * max(own_s, kept_s(own_s, sources)))
@@ -140,7 +145,7 @@ class Reports:
         *,
         late_ms: int | None = None,
     ) -> None:
-        """The first token of a request is out. If Redis cannot be reached, it is told later."""
+        """Report that a request's first token is out; later, if Redis cannot be reached."""
         self._carried.first_token(reservation_id)
         now_ms = self._replica.fleet.redis_now_ms
         event = _Event.PREFILL_COMPLETE
@@ -155,7 +160,8 @@ class Reports:
         answered: bool = True,
         late_ms: int | None = None,
     ) -> None:
-        """A request has ended. answered: its worker has answered it; else nothing is known.
+        """Report that a request has ended. answered: its worker has answered it; else nothing is
+        known.
 
         If Redis cannot be reached, the reservation is released once it is back.
         """
@@ -171,11 +177,10 @@ class Reports:
 
     @property
     def carries(self) -> bool:
-        """Whether anything is kept reserved."""
         return bool(self._carried)
 
     def forget(self, reservation_id: str) -> None:
-        """It is carried no longer; somebody else releases what is reserved."""
+        """Carry it no longer; somebody else releases what is reserved."""
         self._carried.end(reservation_id)
 
     async def run(self) -> None:
@@ -197,14 +202,13 @@ class Reports:
             self._timer = asyncio.get_running_loop().call_later(SOON_S, self._send)
 
     def count(self, who: Who, used: Usage) -> None:
-        """Tell Redis what a request has used, together with its end."""
+        """Count what a request has used; Redis is told with its end."""
         self._replica.tally.add(who, used)
         if self._counting is None:
             loop = asyncio.get_running_loop()
             self._counting = loop.call_later(EVERY_S + SOON_S, self._send_count)
 
     def _send_count(self) -> None:
-        """Tell what has not gone along with other calls."""
         self._counting = None
         if self._replica.tally.is_due:
             self._send()
@@ -239,8 +243,8 @@ class Reports:
 
     @contextmanager
     def riding(self) -> Iterator[Trip]:
-        """What is to be told, for the caller to send before its own calls in one round trip: so
-        those see what was released. The caller sets the replies."""
+        """Yields what is to be told, which the caller sends before its own calls in one round trip,
+        so that those see what was released. The caller sets the replies."""
         replica = self._replica
         if not (self._reports or replica.tally.is_due or replica.limiter.is_due):
             yield Trip([], [], [])
@@ -271,7 +275,7 @@ class Reports:
                 self._send()
 
     def _take(self) -> list[_Report]:
-        """Up to AT_ONCE reports, of reservations that Redis is not being told of."""
+        """Returns up to AT_ONCE reports, of reservations that Redis is not being told of."""
         taken, left = list[_Report](), list[_Report]()
         while self._reports and len(taken) < AT_ONCE:
             report = self._reports.popleft()
@@ -328,8 +332,8 @@ class Reports:
             self._history.end(report.reservation_id, report.ending)
 
     def _extensions(self) -> list[list[Extension]]:
-        """What is due of all that is carried. Not of what Redis is being told of, as what has ended
-        must not be reserved again."""
+        """Returns what is due of all that is carried, but for what Redis is being told of, as what
+        has ended must not be reserved again."""
         self._must_extend = False
         now_s = asyncio.get_running_loop().time()
         carried = self._carried.due(now_s, self._replica.fleet.last_view)
@@ -351,7 +355,6 @@ class Reports:
             self._replica.telemetry.reservations_of("made_again").inc(made)
 
     def _call(self, reports: list[_Report]) -> Call[list[str | None]]:
-        """Of ends, or of others alone."""
         if reports[0].event is _Event.END:
             releases = [
                 Release(
@@ -391,7 +394,7 @@ class Reports:
 
 
 def _joined(reports: list[_Report]) -> list[_Report]:
-    """A first token that is told together with its request's end takes no script of its own."""
+    """Returns the reports with each first token joined to its request's end, if both are there."""
     begun = {
         report.reservation_id: report.late_ms
         for report in reports

@@ -1,4 +1,4 @@
-"""How much of all prompts is reused, and where the rest is lost, by model."""
+"""Counts of how much of all prompts is reused, and where the rest is lost, by model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.policy.reuse import (
 )
 
 MAX_MODELS = 32
-"""All later ones are counted as one: each replica tells the others of each, every second."""
+"""Later models are counted as one: each replica tells the others of each, every second."""
 HOUR_S = 3600.0
 EVERY_S = 60.0
 TOKENS = Family(
@@ -52,7 +52,7 @@ class Reuse:
         self._counts: dict[str, Counts] = {}
         self.began_s = time.monotonic()
         self._before = deque([(self.began_s, dict[str, Counts]())])
-        """The counts of each minute of the last hour, and of one before it."""
+        """Counts of each minute of the last hour, and of one before it."""
         registry.register(ScrapeCollector([TOKENS, LOST], self._samples))
 
     def decided(self, plan: Plan) -> None:
@@ -68,8 +68,8 @@ class Reuse:
         plan.decision.lost = lost_by_decision(plan, request.asked_blocks, held_once)
 
     def ended(self, decision: Decision, model: str, cached: int | None) -> None:
-        """Count a request. model: "" if it is not known. cached: tokens of its prompt that the
-        engine had cached; None: it did not say."""
+        """Count a request. model: "" if unknown. cached: tokens of its prompt that the engine had
+        cached; None: it did not say."""
         if model not in self._counts and len(self._counts) >= MAX_MODELS:
             model = OTHER
         counts = self._counts.setdefault(model, Counter())
@@ -82,7 +82,8 @@ class Reuse:
             counts[UNFORESEEN, ""] += unforeseen
 
     def lately(self, now_s: float) -> list[tuple[str, str, str, int]]:
-        """Model, step, cause and tokens of the last hour, in plain types. now_s: monotonic."""
+        """Returns model, step, cause and tokens of the last hour, in plain types. now_s:
+        monotonic."""
         if now_s - self._before[-1][0] >= EVERY_S:
             self._before.append((now_s, {m: c.copy() for m, c in self._counts.items()}))
             while now_s - self._before[0][0] > HOUR_S + EVERY_S:

@@ -52,10 +52,10 @@ from app.state.scripts import Call, ScriptRunner
 log = logging.getLogger(__name__)
 
 REPORTS_EVERY = 3
-"""Of so many reports of a worker, one is read, unless the policy goes by the load in them. The
-others see in them what changes within minutes: speeds, capacities, how long blocks stay."""
+"""Reports of a worker of which one is read, unless the policy goes by the load in them. The others
+see what changes within minutes: speeds, capacities, how long blocks stay."""
 GONE = "gone"
-"""What a decision counts as whose caller hung up."""
+"""Outcome of a decision whose caller hung up."""
 
 
 class Router:
@@ -105,8 +105,7 @@ class Router:
         )
 
     async def run(self) -> None:
-        """Run until cancelled. Whoever waits for a decision then, or asks for one later, gets
-        NoWorkers."""
+        """Run until cancelled. Decisions that are asked for after that raise NoWorkers."""
         self._has_ended = False
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -176,8 +175,7 @@ class Router:
         self.limiter.ended(spending, prompt, cached, output)
 
     async def let_in(self, spending: Spending) -> None:
-        """Let a request in that any worker may answer, as nothing is decided for it. Raises
-        RateLimited."""
+        """Let a request in that any worker may answer, without a decision. Raises RateLimited."""
         request = RouteRequest("", [], output_tokens=0, spending=spending)
         asking = self.limiter.asking([request])
         (reply,) = await self._runner.run_each([asking.call])
@@ -218,17 +216,20 @@ class Router:
 
     @property
     def danger_of_eviction(self) -> str:
-        """What is wrong with the eviction policy of Redis; "": nothing."""
+        """Why the eviction policy of Redis is dangerous; "": it is not."""
         return self._maintenance.danger_of_eviction
 
     async def refresh(self) -> View:
-        """The workers as they are now. Raises RedisUnavailable, NamespaceMissing, WrongVersion."""
+        """Returns the workers as they are now. Raises RedisUnavailable, NamespaceMissing,
+        WrongVersion."""
         return await self._look_up.workers()
 
     async def wake(self, asks: RouteRequest) -> None:
-        """Returns once there is a worker; where a planner starts one for those that wait, waits for
-        that, in the line as that request would. Raises NoWorkers, AllWorkersBusy if
-        too many wait, and RouterOverloaded."""
+        """Wait, in the line as that request would, until there is a worker, where a planner starts
+        one.
+
+        Raises NoWorkers, AllWorkersBusy if too many wait, and RouterOverloaded.
+        """
         answer: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         tag = _tag("", "")
         request = RouteRequest(
@@ -246,7 +247,7 @@ class Router:
                 raise
 
     async def _block_size(self, request: RouteRequest) -> int:
-        """Tokens per block. A request that finds them unknown counts as a decision."""
+        """Returns tokens per block. A request that finds them unknown counts as a decision."""
         try:
             if self.fleet.block_size is None:
                 await self.refresh()
@@ -265,27 +266,27 @@ class Router:
         return await reservations.is_foreign(self._runner, self.keyspace, request_id, owner)
 
     async def prefill_complete(self, request_id: str) -> bool:
-        """False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
+        """Returns False if there is no such reservation. Raises RedisUnavailable, WrongVersion."""
         self._refuse_wrong_version()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._reports.first_token(request_id, answer)
         return await answer
 
     async def source_complete(self, request_id: str) -> bool:
-        """False if there is no such source. Raises RedisUnavailable, WrongVersion."""
+        """Returns False if there is no such source. Raises RedisUnavailable, WrongVersion."""
         self._refuse_wrong_version()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._reports.source_complete(request_id, self.fleet.infos, answer)
         return await answer
 
     def source_done(self, decision: Decision) -> None:
-        """As `source_complete`, without waiting for it."""
+        """Report that the source has done its part, without waiting for Redis."""
         if decision.source is not None:
             self._reports.source_complete(decision.reservation_id, [decision.source.worker])
 
     def first_token(self, reservation_id: str, *, late_ms: int | None = None) -> None:
-        """As `prefill_complete`, without waiting for it. late_ms: how much later than predicted;
-        None: that is unknown."""
+        """Report a first token, without waiting for Redis. late_ms: how much later than predicted;
+        None: unknown."""
         self._reports.first_token(reservation_id, late_ms=late_ms)
 
     def end(
@@ -296,8 +297,11 @@ class Router:
         answered: bool = True,
         late_ms: int | None = None,
     ) -> None:
-        """As `release`, without waiting for it. answered: whether the worker has, to the end.
-        late_ms: for how much longer than predicted no first token came; None: that is unknown."""
+        """Report the end of a request, without waiting for Redis.
+
+        answered: whether the worker has, to the end. late_ms: for how much longer than predicted no
+        first token came; None: unknown.
+        """
         self._reports.end(reservation_id, ending=ending, answered=answered, late_ms=late_ms)
 
     def count(self, who: Who, used: Usage) -> None:
@@ -305,7 +309,7 @@ class Router:
         self._reports.count(who, used)
 
     def answered(self, decision: Decision, request: RouteRequest) -> None:
-        """The worker has answered all of the request as decided: it holds the prompt."""
+        """Note that the worker has answered all of the request as decided: it holds the prompt."""
         if decision.source is None:
             self._recent.add(decision.incarnation, request.chain, time.monotonic())
 
@@ -327,7 +331,7 @@ class Router:
         caller: str = "",
         ending: Ending | None = None,
     ) -> bool:
-        """False if there is no such reservation (any more).
+        """Returns False if there is no such reservation (any more).
 
         ending: what came of the request, to be recorded; None: nobody says.
         failure: how its worker failed it; None: it did not. caller: who says so.
@@ -378,7 +382,7 @@ class Router:
             )
 
     async def settle_fetches(self, attempts: Sequence[str]) -> None:
-        """What was fetched for these requests is right. Raises RedisUnavailable."""
+        """Note that what was fetched for these requests is right. Raises RedisUnavailable."""
         await self._runner.run(reservations.settle(self.keyspace, attempts))
 
     async def answers_again(self, worker: WorkerInfo, names: Iterable[str]) -> None:
@@ -393,8 +397,8 @@ class Router:
 
 
 def _tag(balancer_id: str, owner: str) -> str:
-    """16 hex digits that nobody else can guess; the same for the same balancer_id. Those of an
-    owner's requests end in its mark."""
+    """Returns 16 hex digits that nobody else can guess; the same for the same balancer_id. Those of
+    an owner's requests end in its mark."""
     mark = reservations.owner_mark(owner) if owner else ""
     if not balancer_id:
         return random_hex(8 - len(mark) // 2) + mark

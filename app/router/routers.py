@@ -20,13 +20,13 @@ from app.state.scripts import ScriptRunner
 log = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 256
-"""Each polls Redis."""
+"""Namespaces served at most, as each polls Redis."""
 DIRECTORY_INTERVAL_S = 2.0
 LOOKED_AT = 1000
 """New namespaces that are looked at each time."""
 KEPT_S = 60.0
-"""How long a claim is known that the directory has no more: Redis may have lost it, and workers
-announce it again every ten seconds."""
+"""Seconds that a claim is known which the directory has no more: Redis may have lost it, and
+workers announce it again every ten seconds."""
 
 
 class Routers:
@@ -57,7 +57,8 @@ class Routers:
         return MappingProxyType(self._routers)
 
     def runner(self, namespace: str) -> ScriptRunner | None:
-        """For what is told there beside requests; None: it is not served, or not there yet."""
+        """Returns a runner for what is told there beside requests; None: it is not served, or not
+        yet."""
         router = self._routers.get(namespace)
         if router is None or router.fleet.block_size is None:
             return None
@@ -65,8 +66,7 @@ class Routers:
 
     @property
     def has_looked(self) -> bool:
-        """Whether all was asked for once, since the start, that Redis has of models and workers,
-        be there an answer or not."""
+        """Whether Redis was asked once, since the start, for all models and workers."""
         if not self._has_looked and self._has_asked:
             routers = self._routers.values()
             self._has_looked = all(router.fleet.has_looked for router in routers)

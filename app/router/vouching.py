@@ -1,8 +1,8 @@
-"""Workers whose agents are away stay in service for as long as their engines answer.
+"""Vouching for workers whose agents are away: they stay in service while their engines answer.
 
 An agent that is killed, frozen or cut off from Redis renews no lease; that says nothing of its
-engine. So a replica looks at the engines of leases that are about to end, and vouches for those of
-which it has a sign of life. The lease goes on in Redis, for all replicas, and with it loads,
+engine. So a replica looks at the engines of leases that are about to end, and vouches for those
+that show a sign of life. The lease goes on in Redis, for all replicas, and with it loads,
 reservations and the blocks that were published last. Each replica does so, and none is needed.
 """
 
@@ -28,22 +28,22 @@ ENDING_MS = 1500
 """Engines are asked when so much is left of a lease: agents renew it when twice as much is, and
 lua/vouch.lua waits for them until a second is left."""
 SILENT_MS = 2500
-"""Or so long after it has lapsed; lua/vouch.lua waits for half a second more."""
+"""Time after a lapse when engines are asked; lua/vouch.lua waits for half a second more."""
 ASK_S = 0.5
-"""How often an engine is asked, whatever has become of the last times."""
+"""Seconds between two questions to an engine, whatever has become of the last ones."""
 MOST_ASKED = 12
-"""So many times at once: an engine that is late for seconds still answers every ASK_S."""
+"""Open questions to one engine: one that is late for seconds still answers every ASK_S."""
 MOST_ASKED_TOGETHER = 512
 FRESH_S = 1.0
-"""A sign of life counts for so long."""
+"""Seconds for which a sign of life counts."""
 ANNOUNCE_S = 10.0
-"""How often the names of their models are announced, as their agents would."""
+"""Seconds between announcements of their models' names, as agents make them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """How engines show that they live. answers: whether one does when it is asked. heard_s: when
-    the last piece of an answer came from a base URL, monotonic seconds."""
+    """Signs of engines' life. answers: whether one does when it is asked. heard_s: monotonic
+    seconds when the last piece of an answer came from a base URL."""
 
     answers: Callable[[WorkerInfo], Awaitable[bool]]
     heard_s: Callable[[str], float]
@@ -51,8 +51,8 @@ class Signs:
 
 @dataclass(slots=True)
 class _Engine:
-    """answered_s, asked_s: when it last answered, and was last asked; monotonic. asked: how many
-    times it is asked now."""
+    """Questions to an engine: when it last answered and was asked, monotonic, and how many are
+    open."""
 
     answered_s: float = float("-inf")
     asked_s: float = float("-inf")
@@ -61,7 +61,9 @@ class _Engine:
 
 def may_be_silent(left_ms: float, *, is_out: bool) -> bool:
     """Whether an agent may renew no more that has so much left of its lease. is_out: its worker is
-    out of service: then nothing is, and yet it is renewed every two seconds."""
+    out of
+    service: then the lease has lapsed, and yet it is renewed every two seconds.
+    """
     return left_ms <= (-SILENT_MS if is_out else ENDING_MS)
 
 
@@ -76,7 +78,7 @@ class Vouching:
         self._signs = signs
         self._engines: dict[Incarnation, _Engine] = {}
         self._has_answered = asyncio.Event()
-        """Whether an engine has, since the last look, that had not for long."""
+        """Whether an engine has answered since the last look that had not for long."""
         self._announced_s = float("-inf")
 
     async def run(self) -> None:
@@ -118,7 +120,7 @@ class Vouching:
             await self._runner.one(models.announce(self._keyspace.namespace, sorted(names)))
 
     def _sign_s(self, inc: Incarnation, info: WorkerInfo) -> float:
-        """When the last one came."""
+        """Returns monotonic seconds of the last sign."""
         return max(self._engines[inc].answered_s, self._signs.heard_s(info.address))
 
     def _ask(
@@ -127,7 +129,6 @@ class Vouching:
         now_s: float,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Have those asked that are due."""
         known = self._engines
         ending = {inc for inc, _ in infos}
         self._engines = {i: one for i, one in known.items() if i in ending or one.asked}

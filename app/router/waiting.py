@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 PAUSE_PER_WORKER_S = 50e-6
-"""Between two looks at the loads, of which each takes Redis 1 µs. A replica looks at every release,
-so without a pause, 16 replicas of a large fleet would leave Redis time for nothing else."""
+"""Pause between two looks at the loads, of which each takes Redis 1 µs. A replica looks at every
+release, so without a pause 16 replicas of a large fleet would leave Redis no time."""
 RENEW_S = 0.25
 TICKET_TTL_MS = 1000
-"""After this long without a call from a replica, its tickets are void."""
+"""Tickets of a replica are void after this long without a call from it."""
 NAME_S = 2.0
-"""How often each ticket is named to Redis, in case somebody took it out there."""
+"""Seconds between two namings of a ticket to Redis, in case somebody took it out there."""
 TICKET_KEPT_MS = 10_000
 MAX_NAMED = 128
 """Tickets that one step names as waiting, and that it takes out: each time 3 ms of Redis's time at
@@ -52,7 +52,7 @@ OTHERS = "other"
 
 
 def turns_at_once(openings: int, workers: int) -> int:
-    """How many requests may go together; others follow a round trip later.
+    """Returns how many requests may go together; others follow a round trip later.
 
     The more workers, the more slots come free between two polls. 128 turns take Redis 2 to 3 ms.
     """
@@ -79,7 +79,7 @@ class Waiting:
         """Tickets still to be taken out of the queue: see `waiting.leave`."""
         self._wake = asyncio.Event()
         self._renewed_s = 0.0
-        """When Redis last learnt that this replica has tickets."""
+        """Time when Redis last learnt that this replica has tickets."""
         self._retry_after_s = 0.0
         self._pause_s = 0.0
         self._stopped = False
@@ -92,7 +92,7 @@ class Waiting:
     def enter(self, pending: Pending, *, tokens: int, picky: bool, now_ms: int) -> None:
         """Let a request wait until its answer is done, whoever sets it.
 
-        tokens: what its turn is worth. picky: not every worker could take it. now_ms: by the Redis
+        tokens: worth of its turn. picky: not every worker could take it. now_ms: by the Redis
         clock.
         """
         tenant, priority = pending.request.tenant, pending.request.priority
@@ -148,7 +148,7 @@ class Waiting:
                 await self._runner.run(left)
 
     async def next_turns(self) -> list[Pending]:
-        """The requests to decide now; waits until it is time to look.
+        """Returns the requests to decide now; waits until it is time to look.
 
         Each counts as being decided until its `deciding` is set to False.
         """
@@ -168,7 +168,7 @@ class Waiting:
         return due
 
     async def _step(self) -> list[Pending]:
-        """Bring the queue up to date; returns those whose turn it is."""
+        """Bring the queue up to date; returns the requests whose turn it is."""
         self._refuse_late()
         now_s = time.perf_counter()
         if now_s - self._renewed_s >= TICKET_TTL_MS / 2000:
@@ -208,7 +208,7 @@ class Waiting:
         return await self._first(turns_at_once(openings, len(view.infos)))
 
     async def _first(self, openings: int) -> list[Pending]:
-        """Those of our requests that are among the first `openings` in the queue."""
+        """Returns our requests among the first `openings` in the queue."""
         due = []
         for flow, name in await self._runner.one(
             waiting.turns(self._keyspace, self._name, openings)
@@ -222,8 +222,8 @@ class Waiting:
         return due
 
     def _without_redis(self) -> list[Pending]:
-        """All that wait: they are decided as others are then; those that must still wait stay in
-        the queue."""
+        """Returns all that wait: they are decided as others are then; those that must still wait
+        stay in the queue."""
         if not self._queue:
             # Nobody renews these tickets, so they become void by themselves.
             self._left.clear()
