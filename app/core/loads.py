@@ -142,8 +142,10 @@ NOWHERE = Incarnation(0)
 
 @dataclass(slots=True)
 class Reservation:
-    """Capacity of a worker promised to one request, and what that was decided from. Not frozen: making
-    a frozen one takes three times as long."""
+    """Capacity of a worker promised to one request, and what that was decided from.
+
+    Not frozen: making a frozen one takes three times as long.
+    """
 
     request_id: str
     prefill_tokens: int
