@@ -2,13 +2,14 @@
 
     python -m loadtest.bench_tiers --json out/bench_tiers.json
 
-Blocks come from scattered slots and go into slots in a row or into scattered ones. If they come
-from disk, the slots on disk are in a row or scattered. "in runs": on both sides blocks lie in
-scattered runs of eight, much as tiers give them out. Each round makes all these copies, and copies
-as many bytes in one piece: from tensor to tensor, into a file, or out of one. Without a CUDA
-device, the device tier is host memory as well. The disk is as fast as the kernel's page cache makes
-it. Blocks on disk have checksums; the plain copy has none. "checked" is the plain copy in pieces of
-a megabyte, each hashed while it is in a core's cache: the best that one thread can do.
+Each move that workers make is measured. Blocks come from scattered slots and go into slots in a row
+or into scattered ones. If they come from disk, the slots on disk are in a row or scattered. "in
+runs": on both sides blocks lie in scattered runs of eight, much as tiers give them out. Each round
+makes all these copies, and copies as many bytes in one piece: from tensor to tensor, into a file,
+or out of one. Without a CUDA device, the device tier is host memory as well. The disk is as fast as
+the kernel's page cache makes it. Blocks on disk have checksums; the plain copy has none. "checked"
+is the plain copy in pieces of a megabyte, each hashed while it is in a core's cache: the best that
+one thread can do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from itertools import permutations
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -37,12 +37,18 @@ from loadtest.command import distinct, option
 from loadtest.harness import bench, grid
 from workers.kv.copies import Copies
 from workers.kv.disk import PART_BYTES, SlotFile
-from workers.kv.disk_records import DiskBlock
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 from workers.kv.memory import KVShape, MemoryPool, host_pool
+from workers.kv.slots import Move, Slot
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
-PAIRS = tuple(permutations(Tier, 2))
+PAIRS = (
+    (Tier.DEVICE, Tier.HOST),
+    (Tier.DEVICE, Tier.DISK),
+    (Tier.HOST, Tier.DEVICE),
+    (Tier.HOST, Tier.DISK),
+    (Tier.DISK, Tier.DEVICE),
+)
 RUN = 8
 """Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots."""
 
@@ -86,9 +92,7 @@ class Bench:
         self.source_ids, self.scattered = (_in_runs(1, num_blocks, rng) for _ in range(2))
         self.runs = [_in_runs(RUN, num_blocks, rng) for _ in range(2)]
         self.packed = list(range(num_blocks))
-        self.on_disk = [
-            DiskBlock(0, BlockIdentity(n.to_bytes(IDENTITY_BYTES)), None) for n in range(num_blocks)
-        ]
+        self.blocks = [BlockIdentity(n.to_bytes(IDENTITY_BYTES)) for n in range(num_blocks)]
 
     def measure(self, source: Tier, target: Tier, rounds: int) -> dict[str, Any]:
         """GB/s of the plain copy, and the other copies' rates relative to it in the same round."""
@@ -97,13 +101,13 @@ class Bench:
         if source is Tier.DISK:
             in_a_row = self.packed, self.scattered
             for slots in (self.packed, self.runs[0], self.source_ids):
-                self._copy(target, source, self.packed, slots)
+                self._copy(target, source, self.packed, slots)()
         copies: dict[str, Callable[[], None]] = {
             "plain": self._plain(source, target),
             **({"checked": self._plain(source, target, PART_BYTES)} if on_disk else {}),
-            "packed": lambda: self._copy(source, target, *in_a_row),
-            "runs": lambda: self._copy(source, target, *self.runs),
-            "scattered": lambda: self._copy(source, target, self.source_ids, self.scattered),
+            "packed": self._copy(source, target, *in_a_row),
+            "runs": self._copy(source, target, *self.runs),
+            "scattered": self._copy(source, target, self.source_ids, self.scattered),
         }
         seconds: dict[str, list[float]] = {name: [] for name in copies}
         rng = random.Random(0)
@@ -129,10 +133,19 @@ class Bench:
 
     def _copy(
         self, source: Tier, target: Tier, source_ids: Sequence[int], target_ids: Sequence[int]
-    ) -> None:
-        done = self.transfers.copy_blocks(source, target, source_ids, target_ids, self.on_disk)
-        if done < len(source_ids):
-            raise click.ClickException(f"{done} of {len(source_ids)} blocks were copied")
+    ) -> Callable[[], None]:
+        sources = [Slot(block_id) for block_id in source_ids]
+        for slot, block in zip(sources, self.blocks, strict=True):
+            slot.block = block
+        targets = [Slot(block_id) for block_id in target_ids]
+        move = Move(source, target, sources, targets, self.blocks)
+
+        def copy() -> None:
+            done = self.transfers.carry_out(move)
+            if done < len(source_ids):
+                raise click.ClickException(f"{done} of {len(source_ids)} blocks were copied")
+
+        return copy
 
     def _check(self, source: Tier, target: Tier, target_ids: Sequence[int]) -> None:
         """Raises ClickException unless a copy from `source_ids` brings what is there."""
@@ -140,7 +153,7 @@ class Bench:
         words.random_()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self._copy(source, target, self.source_ids, target_ids)
+        self._copy(source, target, self.source_ids, target_ids)()
         if not torch.equal(wanted[self.source_ids].cpu(), words[target_ids].cpu()):
             raise click.ClickException(f"copies from {source.name} to {target.name} are wrong")
 

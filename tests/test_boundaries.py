@@ -33,7 +33,6 @@ NEEDS_TORCH = frozenset(
         "workers.engines.torch.prefills",
         "workers.kv.copiers",
         "workers.kv.memory",
-        "workers.kv.layer_loads",
         "workers.kv.transfer.layer_groups",
         "workers.kv.transfer.receiver",
         "workers.kv.transfer.sender",

@@ -15,26 +15,24 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from threading import local
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from app.core.errors import BlockLost, ConfigError
-from workers.kv.disk_pieces import DiskPieces, DiskThreads
 from workers.kv.disk_records import (
     PAGE_BYTES,
     VOID,
     DiskBlock,
     DiskIndex,
     Ids,
-    between,
     read_at,
     write_at,
 )
@@ -44,21 +42,47 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
 """Copied and hashed in one go, so that whichever comes second finds the data in a core's cache."""
-SMALL_BYTES = 64 << 10
-"""Blocks up to this size are gathered before they are written. That spares Python work on each of
-them, in which threads would wait for each other."""
-Blocks = NDArray[np.void]
-"""Host memory, as one item for each block."""
+THREADS = min(4, os.cpu_count() or 1)
+BLOCKS_AT_ONCE = 8
+"""Pieces that a thread reads before it looks for others."""
+P = TypeVar("P")
+T = TypeVar("T")
 
 
-class _Part(NamedTuple):
-    """What is copied and hashed in one go: blocks of a batch, by their positions in it.
+class DiskThreads:
+    """Threads that copy parts of a batch, together with whoever calls `share`."""
 
-    runs: those of them that lie in the file without a gap, and the offset of each run.
-    """
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk-tier")
 
-    blocks: slice
-    runs: list[tuple[int, slice]]
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def share(self, act: Callable[[P], list[T]], parts: Sequence[P]) -> list[T]:
+        """Returns the results of `act` for all parts, in order."""
+        untaken = iter(enumerate(parts))
+        results: dict[int, list[T]] = {}
+
+        def take_parts() -> None:
+            for n, part in untaken:
+                results[n] = act(part)
+
+        begun = []
+        try:
+            with suppress(RuntimeError):  # no thread can be started: those there are do more
+                for _ in parts[1:THREADS]:
+                    begun.append(self._threads.submit(take_parts))
+            take_parts()
+        finally:
+            # Even if it failed: once this ends, slots and memory may go to other blocks. A task for
+            # which no thread could be started runs all the same, after others: it finds nothing.
+            deque(untaken, maxlen=0)
+            # Those that have not begun wait behind other copies.
+            running = [other for other in begun if not other.cancel()]
+            wait(running)
+        for other in running:
+            other.result()
+        return list(chain.from_iterable(results[n] for n in range(len(parts))))
 
 
 class SlotFile:
@@ -68,136 +92,72 @@ class SlotFile:
     fingerprint, or of another size, are started from scratch.
 
     Reads and writes may come from several threads, but a slot must not be read or written while it
-    is being written. Each call takes any number of blocks, in slot order; blocks in consecutive
-    slots are copied at once. `places`: where the blocks are in `memory`.
+    is being written. Each call takes any number of blocks, in slot order.
     """
 
     def __init__(
         self, folder: Path, *, block_bytes: int, num_slots: int, fingerprint: int = 0
     ) -> None:
         """Raises ConfigError if another process has the files open, OSError if they fail."""
-        if block_bytes < 1 or num_slots < 1:
-            raise ConfigError(
-                "disk tier: needs at least one slot and one byte, "
-                f"got {num_slots} slots of {block_bytes} bytes"
-            )
         self.block_bytes = block_bytes
         self.num_slots = num_slots
-        self._slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._local = local()
-        self._threads = DiskThreads()
+        self.slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.threads = DiskThreads()
         folder.mkdir(parents=True, exist_ok=True)
-        self._blocks = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
+        self.fd = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._lock(folder)
-            self._index = self._open_index(folder, fingerprint)
+            self.index = self._open_index(folder, fingerprint)
         except BaseException:
-            os.close(self._blocks)
+            os.close(self.fd)
             raise
 
     def close(self) -> None:
         """Leave the files to another process. Data on its way to the disk still gets there."""
-        self._threads.close()
-        self._index.close()
-        os.close(self._blocks)
+        self.threads.close()
+        self.index.close()
+        os.close(self.fd)
 
     def records(self) -> Iterator[tuple[int, DiskBlock]]:
         """All slots that hold a block, with what they hold."""
-        return self._index.blocks()
+        return self.index.blocks()
 
     def write(
-        self, slots: Ids, blocks: Sequence[DiskBlock], memory: Blocks, places: Ids
+        self, slots: Ids, blocks: Sequence[DiskBlock], rows: Sequence[memoryview]
     ) -> dict[int, OSError]:
-        """Write blocks into `slots`, replacing what is there.
+        """Writes the bytes of blocks into `slots`, replacing what is there.
 
         Returns the errors, such as a full disk, of blocks that could not be stored, by their
-        position in `slots`. Raises ValueError if `memory` has blocks of another size.
+        position in `slots`.
         """
-        self._check(slots, memory)
+        assert (np.diff(slots) > 0).all(), "slots must be in order"
         try:
-            self._index.void(slots)
+            self.index.void(slots)
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
-
-        def write(part: _Part) -> list[int | OSError]:
-            if self.block_bytes <= SMALL_BYTES:
-                return self._write_gathered(slots, memory, places, part)
-            return self._write_each(slots[part.blocks], _rows(memory, places[part.blocks]))
-
-        done = self._threads.share(write, self._parts(slots))
+        size = max(1, PART_BYTES // self.slot_bytes)
+        done = self.threads.share(
+            lambda part: list(map(self._write_block, slots[part].tolist(), rows[part])),
+            [slice(at, at + size) for at in range(0, len(slots), size)],
+        )
         failed = {n: came for n, came in enumerate(done) if not isinstance(came, int)}
         checksums = [came for came in done if isinstance(came, int)]
         stored = np.delete(slots, list(failed))
         if failed:
             blocks = [block for n, block in enumerate(blocks) if n not in failed]
         try:
-            self._index.put(stored, blocks, checksums)
+            self.index.put(stored, blocks, checksums)
         except OSError as error:
             return dict.fromkeys(range(len(slots)), error)
         return failed
 
-    def read(
-        self, slots: Ids, generations: Sequence[int], memory: Blocks, places: Ids
-    ) -> dict[int, BlockLost]:
-        """Fill `memory` with the blocks that `slots` were given in those generations.
-
-        Returns what is wrong with blocks, by their position in `slots`: the slot holds another
-        block by now, or the block is not what was written and is now forgotten. There `memory` may
-        hold anything. Raises ValueError if `memory` has blocks of another size.
-        """
-        self._check(slots, memory)
-        records = self._index.records_of(slots)
-        right = (records["state"] != VOID) & (
-            records["generation"] == np.array(generations, np.uint64)
-        )
-        lost = {
-            n: BlockLost(f"disk slot {slots[n]} no longer holds generation {generations[n]}")
-            for n in np.flatnonzero(~right).tolist()
-        }
-        there = np.flatnonzero(right)
-        slots, places = slots[there], places[there]
-        checksums = records["checksum"][there].tolist()
-        parts = self._parts(slots)
-        rows = _rows(memory, places)
-        cached = self._threads.share(lambda part: [self._is_cached(part, checksums, rows)], parts)
-        not_cached = [part for part, was in zip(parts, cached, strict=True) if not was]
-        # Submit all reads to the disk at once.
-        for part in not_cached:
-            for offset, run in part.runs:
-                size = (run.stop - run.start) * self._slot_bytes
-                with suppress(OSError):
-                    os.posix_fadvise(self._blocks, offset, size, os.POSIX_FADV_WILLNEED)
-        whys = self._threads.share(
-            lambda part: list(
-                map(
-                    self._spoilt,
-                    slots[part.blocks].tolist(),
-                    checksums[part.blocks],
-                    rows[part.blocks],
-                )
-            ),
-            not_cached,
-        )
-        nths = chain.from_iterable(
-            range(part.blocks.start, part.blocks.stop) for part in not_cached
-        )
-        for nth, why in zip(nths, whys, strict=True):
-            if why is not None:
-                n, slot = int(there[nth]), int(slots[nth])
-                self._index.forget(slot, records[n])
-                block = hash_of(records["block"][n].tobytes())
-                lost[n] = BlockLost(f"disk slot {slot}, block {block:016x}: {why}")
-        return lost
-
     def pieces(self, slots: Ids, generations: Sequence[int]) -> DiskPieces:
-        """The same blocks, to be read piece by piece."""
-        return DiskPieces(
-            self._blocks, self._index, slots, generations, self._slot_bytes, self._threads.share
-        )
+        """Returns the blocks that `slots` were given in those generations, to be read in pieces."""
+        return DiskPieces(self, slots, generations)
 
     def _lock(self, folder: Path) -> None:
         try:
-            fcntl.flock(self._blocks, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"disk tier {folder}: in use by another process") from None
 
@@ -214,10 +174,10 @@ class SlotFile:
                 folder,
             )
             index.path.unlink()
-            os.ftruncate(self._blocks, 0)
-        size = self.num_slots * self._slot_bytes
-        is_short = os.fstat(self._blocks).st_size < size
-        os.ftruncate(self._blocks, size)
+            os.ftruncate(self.fd, 0)
+        size = self.num_slots * self.slot_bytes
+        is_short = os.fstat(self.fd).st_size < size
+        os.ftruncate(self.fd, size)
         if index.is_ours and (index.is_rebooted or is_short):
             self._verify(folder, index)
         index.open()
@@ -233,61 +193,10 @@ class SlotFile:
         lost = [
             slot
             for slot in np.flatnonzero(records["state"] != VOID).tolist()
-            if self._spoilt(slot, int(records["checksum"][slot]), buffer) is not None
+            if not self._is_whole(slot, int(records["checksum"][slot]), buffer)
         ]
         index.drop(lost)
         log.info("disk tier %s: all blocks were read, %d of them were lost", folder, len(lost))
-
-    def _check(self, slots: Ids, memory: Blocks) -> None:
-        if memory.itemsize != self.block_bytes:
-            raise ValueError(f"a block has {self.block_bytes} bytes, not {memory.itemsize}")
-        assert (np.diff(slots) > 0).all(), "slots must be in order"
-
-    def _parts(self, slots: Ids) -> list[_Part]:
-        """They have at most PART_BYTES each, unless a block has more."""
-        size, num = max(1, PART_BYTES // self._slot_bytes), len(slots)
-        is_first = np.arange(num) % size == 0
-        is_first[1:] |= np.diff(slots) * self._slot_bytes != self.block_bytes
-        firsts = np.flatnonzero(is_first)
-        offsets = (slots[firsts] * self._slot_bytes).tolist()
-        runs = list(zip(offsets, between(firsts, num), strict=True))
-        starts = np.arange(0, num, size)
-        of_parts = between(np.searchsorted(firsts, starts), len(runs))
-        return [
-            _Part(blocks, runs[which])
-            for blocks, which in zip(between(starts, num), of_parts, strict=True)
-        ]
-
-    def _write_gathered(
-        self, slots: Ids, memory: Blocks, places: Ids, part: _Part
-    ) -> list[int | OSError]:
-        """Each block's checksum, or the error it met."""
-        gathered, rows = self._buffer(memory)
-        first, taken = part.blocks.start, places[part.blocks]
-        count = len(taken)
-        np.take(memory, taken, out=gathered[:count], mode="clip")  # other modes make a copy
-        done: list[int | OSError] = list(map(xxh3_64_intdigest, rows[:count]))
-        data, size = gathered.view(np.uint8).data, self.block_bytes
-        for offset, run in part.runs:
-            begin, end = run.start - first, run.stop - first
-            try:
-                write_at(self._blocks, data[begin * size : end * size], offset)
-            except OSError:
-                done[begin:end] = self._write_each(slots[run], rows[begin:end])
-        return done
-
-    def _buffer(self, memory: Blocks) -> tuple[Blocks, list[memoryview]]:
-        """Room for the blocks of one part, for this thread alone; and where each lies."""
-        if not hasattr(self._local, "buffer"):
-            num_blocks = max(1, PART_BYTES // self._slot_bytes)
-            blocks = np.empty(num_blocks, memory.dtype)
-            self._local.buffer = blocks, _rows(blocks, np.arange(num_blocks))
-        buffer: tuple[Blocks, list[memoryview]] = self._local.buffer
-        return buffer
-
-    def _write_each(self, slots: Ids, rows: Sequence[memoryview]) -> list[int | OSError]:
-        """The same, block by block."""
-        return list(map(self._write_block, slots.tolist(), rows))
 
     def _write_block(self, slot: int, data: memoryview) -> int | OSError:
         checksum = xxh3_64()
@@ -295,46 +204,95 @@ class SlotFile:
             part = data[at : at + PART_BYTES]
             checksum.update(part)
             try:
-                write_at(self._blocks, part, slot * self._slot_bytes + at)
+                write_at(self.fd, part, slot * self.slot_bytes + at)
             except OSError as error:
                 return error
         return checksum.intdigest()
 
-    def _is_cached(self, part: _Part, checksums: Sequence[int], rows: Sequence[memoryview]) -> bool:
-        """Read one part, if that needs no wait for the disk.
-
-        Also False if anything is wrong with any of its blocks.
-        """
-        into = rows[part.blocks]
-        first = part.blocks.start
-        if self.block_bytes > PART_BYTES:
-            slot = part.runs[0][0] // self._slot_bytes
-            return self._spoilt(slot, checksums[first], into[0], os.RWF_NOWAIT) is None
-        try:
-            for offset, run in part.runs:
-                these = into[run.start - first : run.stop - first]
-                os.preadv(self._blocks, these, offset, os.RWF_NOWAIT)
-        except OSError:
-            return False
-        # After a short read this finds what was in memory before.
-        return list(map(xxh3_64_intdigest, into)) == checksums[part.blocks]
-
-    def _spoilt(self, slot: int, checksum: int, into: memoryview, flags: int = 0) -> str | None:
-        """Read a block; says what is wrong with it, if anything."""
+    def _is_whole(self, slot: int, checksum: int, into: memoryview) -> bool:
+        """Whether a block can be read, into that memory, and has its checksum."""
         digest = xxh3_64()
         for at in range(0, self.block_bytes, PART_BYTES):
             part = into[at : at + PART_BYTES]
             try:
-                done = read_at(self._blocks, part, slot * self._slot_bytes + at, flags)
-            except OSError as error:
-                return str(error)
-            if done < len(part):
-                return f"only {at + done} of {self.block_bytes} bytes are there"
+                read_at(self.fd, part, slot * self.slot_bytes + at)
+            except OSError:
+                return False
             digest.update(part)
-        return None if digest.intdigest() == checksum else "the checksum is wrong"
+        return digest.intdigest() == checksum
 
 
-def _rows(memory: Blocks, places: Ids) -> list[memoryview]:
-    """The bytes of each of these blocks."""
-    data, size = memory.view(np.uint8).data, memory.itemsize
-    return [data[begin : begin + size] for begin in (places * size).tolist()]
+class DiskPieces:
+    """The blocks of distinct slots, read together piece by piece, from front to back.
+
+    A block's checksum is of all of it, so what was read is known to be right only at the end.
+    """
+
+    def __init__(self, file: SlotFile, slots: Ids, generations: Sequence[int]) -> None:
+        self._file = file
+        self._slots = slots
+        self._records = records = file.index.records_of(slots)
+        wrong = (records["state"] == VOID) | (
+            records["generation"] != np.array(generations, np.uint64)
+        )
+        self._lost = {
+            n: f"no longer holds generation {generations[n]}"
+            for n in np.flatnonzero(wrong).tolist()
+        }
+        self._stale = frozenset(self._lost)
+        """Those whose slots hold other blocks by now."""
+        self._hashes = [xxh3_64() for _ in slots]
+        self._at = 0
+
+    def read(self, rows: Sequence[memoryview], next_bytes: int) -> None:
+        """Reads the next piece of each block, into memory of its own; pieces are of one size.
+
+        next_bytes: of the piece after that, of which the kernel is told before this one is read.
+        """
+        size = rows[0].nbytes
+        starts = (self._slots * self._file.slot_bytes + self._at).tolist()
+        if not self._at:
+            self._advise(starts, size)
+        if next_bytes:
+            self._advise([start + size for start in starts], next_bytes)
+
+        def read(some: range) -> list[None]:
+            for n in some:
+                if n not in self._lost:
+                    self._read(n, rows[n], starts[n])
+            return []
+
+        count = len(rows)
+        firsts = range(0, count, BLOCKS_AT_ONCE)
+        parts = [range(at, min(at + BLOCKS_AT_ONCE, count)) for at in firsts]
+        self._file.threads.share(read, parts)
+        self._at += size
+
+    def finish(self) -> dict[int, BlockLost]:
+        """Returns what is wrong with blocks, by their position in `slots`, once all are read.
+
+        Those that cannot be read, or are not what was written, are forgotten.
+        """
+        checksums = self._records["checksum"].tolist()
+        for n, content in enumerate(self._hashes):
+            if n not in self._lost and content.intdigest() != checksums[n]:
+                block = hash_of(self._records["block"][n].tobytes())
+                self._lost[n] = f"block {block:016x}: the checksum is wrong"
+        for n in self._lost.keys() - self._stale:
+            self._file.index.forget(int(self._slots[n]), self._records[n])
+        return {n: BlockLost(f"disk slot {self._slots[n]}: {why}") for n, why in self._lost.items()}
+
+    def _read(self, n: int, into: memoryview, offset: int) -> None:
+        try:
+            done = read_at(self._file.fd, into, offset)
+        except OSError as error:
+            self._lost[n] = str(error)
+            return
+        if done < into.nbytes:
+            self._lost[n] = f"only {done} of {into.nbytes} bytes at {offset} are there"
+        self._hashes[n].update(into)
+
+    def _advise(self, starts: Sequence[int], size: int) -> None:
+        for start in starts:
+            with suppress(OSError):
+                os.posix_fadvise(self._file.fd, start, size, os.POSIX_FADV_WILLNEED)

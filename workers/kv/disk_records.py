@@ -171,12 +171,12 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def read_at(file: int, into: memoryview, offset: int, flags: int) -> int:
+def read_at(file: int, into: memoryview, offset: int) -> int:
     """Bytes read: fewer than asked for only at the end of the file."""
     into = into.cast("B")
     done = 0
     while done < into.nbytes:
-        count = os.preadv(file, [into[done:]], offset + done, flags)
+        count = os.preadv(file, [into[done:]], offset + done)
         if not count:
             break
         done += count

@@ -33,20 +33,20 @@ def content(block, size=BLOCK_BYTES):
 
 
 def write_all(file, slots, blocks, data):
-    """Write one batch, with the blocks in reverse order in memory."""
-    size = data[0].nbytes if data else file.block_bytes
-    memory = np.frombuffer(b"".join(data[::-1]), f"V{size}")
-    places = np.arange(len(slots))[::-1]
-    return file.write(np.array(slots, np.int64), blocks, memory, places)
+    """Write one batch."""
+    return file.write(np.array(slots, np.int64), blocks, [*map(memoryview, data)])
 
 
 def read_all(file, slots, generation):
-    """Read one batch, into every second place in memory."""
-    memory = np.zeros(2 * len(slots), f"V{file.block_bytes}")
-    places = 2 * np.arange(len(slots)) + 1
-    lost = file.read(np.array(slots, np.int64), [generation] * len(slots), memory, places)
-    assert not any(memory[::2].tobytes()), "other memory was written to"
-    return [bytes(row) for row in memory[places].tolist()], lost
+    """Read one batch, in two pieces."""
+    if not slots:
+        return [], {}
+    half = file.block_bytes // 2
+    memory = [bytearray(file.block_bytes) for _ in slots]
+    pieces = file.pieces(np.array(slots, np.int64), [generation] * len(slots))
+    for part, later in (slice(half), file.block_bytes - half), (slice(half, None), 0):
+        pieces.read([memoryview(row)[part] for row in memory], later)
+    return [*map(bytes, memory)], pieces.finish()
 
 
 def write(file, slot, generation, block, parent, data):
@@ -82,11 +82,13 @@ def generations(file):
     return {slot: record.generation for slot, record in file.records()}
 
 
-def spoil(path, offset):
-    """Flip one bit."""
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0x10
-    path.write_bytes(content)
+def flip(path, offset):
+    """Change all bits of one byte."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0xFF]))
 
 
 def replace_write(monkeypatch, write):

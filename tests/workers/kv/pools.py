@@ -2,7 +2,9 @@
 
 import torch
 
+from tests.workers.kv.words import named
 from workers.kv.memory import KVShape, MemoryPool
+from workers.kv.slots import Move, Slot
 
 SMALL = KVShape(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.float32, block_size=2)
 ODD = KVShape(num_layers=5, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, block_size=3)
@@ -51,3 +53,12 @@ def same(one, other):
 def joined(ranks):
     """What the ranks hold together: (num_blocks, num_layers, *whole layer_shape)."""
     return torch.cat([pool.kv for pool in ranks], -2)
+
+
+def move_of(source, target, source_ids, target_ids):
+    """A move of the blocks 0, 1, … between slots of two tiers."""
+    sources = [Slot(block_id) for block_id in source_ids]
+    for n, slot in enumerate(sources):
+        slot.block = named(n)
+    blocks = [slot.block for slot in sources]
+    return Move(source, target, sources, [Slot(block_id) for block_id in target_ids], blocks)

@@ -2,21 +2,19 @@ import os
 import threading
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from app.core.types import Tier
+from tests.workers.kv.disk_files import flip
 from tests.workers.kv.full_disk import no_room_beyond
-from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, pool_of
+from tests.workers.kv.pools import NUM_BLOCKS, ODD, SMALL, WIDE, move_of, pool_of
 from tests.workers.kv.words import named
-from workers.kv import copies
 from workers.kv.copiers import PoolCopier
 from workers.kv.copies import Copies
-from workers.kv.disk import SlotFile
-from workers.kv.disk_pieces import DiskPieces
+from workers.kv.disk import DiskPieces, SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.identity import hash_of
 from workers.kv.manager import BlockManager
@@ -88,11 +86,7 @@ class Tiers:
         """Flip a bit of the block on disk."""
         slot = self.manager.tiers[DISK].find(block)
         assert slot is not None
-        with (self.folder / "blocks").open("r+b") as file:
-            file.seek(slot.block_id * -(-self.disk.block_bytes // PAGE_BYTES) * PAGE_BYTES + 77)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 4]))
+        flip(self.folder / "blocks", slot.block_id * self.disk.slot_bytes + 77)
 
 
 BLOCKS = [named(100 + n) for n in range(6)]
@@ -112,38 +106,18 @@ def tiers(tmp_path):
         pytest.param(WIDE, id="wide", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("source", "target"), [p for p in product(Tier, Tier) if p[0] is not p[1]])
-def test_blocks_are_copied_between_any_two_tiers(source, target, shape, tmp_path, monkeypatch):
-    for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
-        monkeypatch.setattr(copies, name, 3 * shape.block_bytes)
+@pytest.mark.parametrize("way", [(HOST,), (HOST, DISK), (DISK,)])
+def test_blocks_come_back_from_other_tiers_as_they_were(way, shape, tmp_path):
+    stops = [DEVICE, *way, DEVICE]
+    slots = [[7, 2, 9, 4, 0], *[[3, 11, 0, 5, 6], [10, 9, 8, 7, 6]][: len(way)], [1, 2, 4, 8, 10]]
     with closing(Tiers(tmp_path, shape)) as tiers:
-        copy = tiers.transfers.copy_blocks
-        first, between, last = [7, 2, 9, 4, 0], [3, 11, 0, 5, 6], [1, 2, 4, 8, 10]
-        on_disk = [DiskBlock(n, named(n), None) for n in range(5)]
-        memory = HOST if DISK in (source, target) and DEVICE not in (source, target) else DEVICE
-        other = HOST if memory is DEVICE else DEVICE
-        expected = tiers.pools[memory].words[first].clone()
-        if source is DISK:
-            assert copy(memory, DISK, first, between, on_disk) == 5
-            tiers.pools[memory].words.zero_()
-            assert copy(DISK, target, between, last, on_disk) == 5
-            assert torch.equal(tiers.pools[target].words[last], expected)
-        elif target is DISK:
-            assert copy(source, DISK, first, between, on_disk) == 5
-            assert copy(DISK, other, between, last, on_disk) == 5
-            assert torch.equal(tiers.pools[other].words[last], expected)
-        else:
-            expected = tiers.pools[source].words[first].clone()
-            assert copy(source, target, first, between) == 5
-            assert torch.equal(tiers.pools[target].words[between], expected)
-
-
-def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path):
-    with (
-        closing(SlotFile(tmp_path, block_bytes=WIDE.block_bytes, num_slots=2)) as disk,
-        pytest.raises(ValueError, match="of the DEVICE tier do not fit those of"),
-    ):
-        Copies({DEVICE: pool_of(SMALL, 1)}, disk)
+        expected = tiers.pools[DEVICE].words[slots[0]].clone()
+        for n in range(len(way) + 1):
+            move = move_of(*stops[n : n + 2], *slots[n : n + 2])
+            assert tiers.transfers.carry_out(move) == 5
+            if move.source is DEVICE:
+                tiers.pools[DEVICE].words.zero_()
+        assert torch.equal(tiers.pools[DEVICE].words[slots[-1]], expected)
 
 
 @pytest.mark.parametrize(
@@ -152,16 +126,11 @@ def test_tiers_whose_blocks_differ_in_size_are_refused(tmp_path):
         ([0, NUM_BLOCKS], [0, 1], "block 12 is not in a pool of 12 blocks"),
         ([0, 1], [0, NUM_BLOCKS], "block 12 is not in a pool of 12 blocks"),
         ([0, 0], [0, 1], "block 0 is named twice"),
-        ([0, 1], [0], "2 blocks for 1 slots"),
     ],
 )
-def test_invalid_slots_of_a_copy_to_disk_are_refused(block_ids, slots, message, tmp_path):
-    on_disk = [DiskBlock(0, block, None) for block in BLOCKS[:2]]
-    with (
-        closing(SlotFile(tmp_path, block_bytes=SMALL.block_bytes, num_slots=NUM_BLOCKS)) as disk,
-        pytest.raises(ValueError, match=message),
-    ):
-        Copies({HOST: pool_of(SMALL, 1)}, disk).copy_blocks(HOST, DISK, block_ids, slots, on_disk)
+def test_invalid_slots_of_a_copy_to_disk_are_refused(block_ids, slots, message, tiers):
+    with pytest.raises(ValueError, match=message):
+        tiers.transfers.carry_out(move_of(HOST, DISK, block_ids, slots))
 
 
 def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers):
@@ -276,30 +245,19 @@ def test_a_full_disk_stores_the_blocks_that_fit_and_holds_no_others(tiers, caplo
     tiers.load(BLOCKS)
 
 
-@pytest.mark.parametrize(
-    ("shape", "bytes_at_once"), [(SMALL, 1), (WIDE, 32 << 20)], ids=["small", "wide"]
-)
-def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(
-    shape, bytes_at_once, tmp_path, monkeypatch
-):
-    for name in ("STAGED_BYTES", "UNSTAGED_BYTES"):
-        monkeypatch.setattr(copies, name, bytes_at_once)
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["small", "wide"])
+def test_blocks_count_as_copied_up_to_the_first_bad_one_in_request_order(shape, tmp_path):
     with closing(Tiers(tmp_path, shape)) as tiers:
-        copy = tiers.transfers.copy_blocks
-        on_disk = [DiskBlock(n, named(n), None) for n in range(5)]
+        carry_out, host, disk = tiers.transfers.carry_out, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0]
         slot_bytes = -(-shape.block_bytes // PAGE_BYTES) * PAGE_BYTES
         with no_room_beyond(7 * slot_bytes):
-            assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 2
-        assert copy(HOST, DISK, [4, 3, 2, 1, 0], [6, 2, 9, 1, 0], on_disk) == 5
+            assert carry_out(move_of(HOST, DISK, host, disk)) == 2
+        assert carry_out(move_of(HOST, DISK, host, disk)) == 5
         held = {slot: hash_of(record.block) for slot, record in tiers.disk.records()}
         assert held == {6: 0, 2: 1, 9: 2, 1: 3, 0: 4}
-        with (tmp_path / "blocks").open("r+b") as file:
-            file.seek(slot_bytes)
-            byte = file.read(1)[0]
-            file.seek(slot_bytes)
-            file.write(bytes([byte ^ 4]))
-        assert copy(DISK, DEVICE, [6, 2, 9, 1, 0], [0, 1, 2, 3, 4], on_disk) == 3
-        assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[[4, 3, 2]])
+        flip(tmp_path / "blocks", slot_bytes)
+        assert carry_out(move_of(DISK, DEVICE, disk, [0, 1, 2, 3, 4])) == 3
+        assert torch.equal(tiers.pools[DEVICE].words[:3], tiers.pools[HOST].words[host[:3]])
 
 
 def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tiers, monkeypatch):
@@ -369,9 +327,8 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     (load,) = tiers.manager.take_moves()
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
-    memory = np.zeros(1, f"V{WIDE.block_bytes}")
-    other = DiskBlock(victim.generation + 1, named(7), None)
-    assert tiers.disk.write(np.array([victim.block_id]), [other], memory, np.zeros(1, int)) == {}
+    other, data = DiskBlock(victim.generation + 1, named(7), None), bytes(WIDE.block_bytes)
+    assert tiers.disk.write(np.array([victim.block_id]), [other], [memoryview(data)]) == {}
     done = tiers.transfers.carry_out(load)
     assert done == 2
     tiers.manager.finish(load, done)
@@ -419,10 +376,9 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path):
     size = device.shape.block_bytes
     with closing(SlotFile(tmp_path, block_bytes=size, num_slots=NUM_BLOCKS)) as disk:
         copies = Copies({DEVICE: device}, disk)
-        on_disk = [DiskBlock(0, named(n), None) for n in range(3)]
         torch.cuda.synchronize()
-        assert copies.copy_blocks(DEVICE, DISK, [5, 1, 2], [0, 7, 3], on_disk) == 3
-        assert copies.copy_blocks(DISK, DEVICE, [0, 7, 3], [8, 9, 10], on_disk) == 3
+        assert copies.carry_out(move_of(DEVICE, DISK, [5, 1, 2], [0, 7, 3])) == 3
+        assert copies.carry_out(move_of(DISK, DEVICE, [0, 7, 3], [8, 9, 10])) == 3
         assert torch.equal(device.words[[8, 9, 10]], device.words[[5, 1, 2]])
 
 

@@ -16,13 +16,13 @@ from tests.workers.kv.disk_files import (
     B,
     C,
     content,
+    flip,
     generations,
     listed,
     opened,
     read,
     read_roots,
     reboot,
-    spoil,
     write,
     write_all,
     write_roots,
@@ -69,7 +69,7 @@ def test_files_of_another_model_or_size_are_recreated(others, tmp_path, caplog):
 def test_an_index_in_another_format_is_recreated(tmp_path):
     with opened(tmp_path) as file:
         write(file, 1, 1, A, None, content(A))
-    spoil(tmp_path / "index", 5)
+    flip(tmp_path / "index", 5)
     with opened(tmp_path) as file:
         assert listed(file) == {}
 
@@ -105,7 +105,7 @@ def test_a_corrupt_record_loses_only_its_block(offset, tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
         write(file, 3, 1, B, A, content(B))
-    spoil(tmp_path / "index", PAGE_BYTES + 2 * RECORD_BYTES + offset)
+    flip(tmp_path / "index", PAGE_BYTES + 2 * RECORD_BYTES + offset)
     with opened(tmp_path) as file:
         assert listed(file) == {3: B}
         assert read(file, 3, 1) == content(B)
@@ -143,7 +143,7 @@ def test_after_a_reboot_only_blocks_that_match_their_checksums_are_kept(
     with opened(tmp_path) as file:
         for slot, block in enumerate((A, B, C)):
             write(file, slot, 1, block, None, content(block))
-    spoil(tmp_path / "blocks", SLOT_BYTES)
+    flip(tmp_path / "blocks", SLOT_BYTES)
     reboot(monkeypatch)
     with opened(tmp_path) as file:
         assert listed(file) == {0: A, 2: C}
@@ -158,7 +158,7 @@ def test_without_a_boot_id_blocks_are_verified_on_each_opening(tmp_path, monkeyp
     monkeypatch.setattr(disk_records, "_BOOT_ID", tmp_path / "none")
     with opened(tmp_path) as file:
         write_roots(file, [0, 1])
-    spoil(tmp_path / "blocks", SLOT_BYTES)
+    flip(tmp_path / "blocks", SLOT_BYTES)
     with opened(tmp_path) as file:
         assert listed(file) == {0: 0}
 

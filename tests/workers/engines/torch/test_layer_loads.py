@@ -22,14 +22,14 @@ from tests.workers.engines.torch.test_engine import (
     running,
 )
 from tests.workers.engines.torch.test_soak import soak
+from tests.workers.kv.disk_files import flip
 from tests.workers.kv.late_stream import LateEvent, LateStream
-from tests.workers.kv.words import named
+from tests.workers.kv.pools import move_of
 from workers.engines.torch.admission import AdaptiveAdmission
-from workers.kv import copiers, copies, layer_loads, memory
+from workers.kv import copiers, copies, memory
 from workers.kv.copiers import PoolCopier
-from workers.kv.layer_loads import LayerLoads
+from workers.kv.copies import Copies
 from workers.kv.memory import MemoryPool
-from workers.kv.slots import Move, Slot
 from workers.kv.transfer import layer_groups
 
 DEVICE, HOST, DISK = Tier
@@ -41,7 +41,7 @@ slower = pytest.mark.parametrize("tier", [HOST, DISK], ids=lambda tier: tier.nam
 
 
 def streams_are(monkeypatch, new):
-    for module in (copiers, copies, layer_loads, layer_groups):
+    for module in (copiers, copies, layer_groups):
         monkeypatch.setattr(module, "new_stream", new)
 
 
@@ -206,16 +206,12 @@ def test_a_load_that_fails_has_written_all_that_it_began(monkeypatch):
     streams_are(monkeypatch, Slow)
     host, device = (MemoryPool(MODEL.kv_shape(4), 2) for _ in range(2))
     host.words.fill_(3)
-    loads = LayerLoads(device, host, None)
+    loads = Copies({DEVICE: device, HOST: host})
     nth = count(1)
     copies_fail(monkeypatch, lambda: next(nth) == 2)
     is_slow.set()
-    slots = [Slot(0), Slot(1)]
-    for slot in slots:
-        slot.block = named(slot.block_id)
-    move = Move(HOST, DEVICE, slots, slots, [named(0), named(1)])
     with pytest.raises(RuntimeError, match="the link is gone"):
-        loads.carry_out(move, 2)
+        loads.carry_out(move_of(HOST, DEVICE, [0, 1], [0, 1]))
     assert (device.words[:, loads.groups[0]] == 3).all()
 
 
@@ -225,11 +221,7 @@ async def test_a_spoilt_block_on_disk_is_computed_with_those_after_it(tmp_path):
         slots = sorted(
             slot.block_id for slot in served.manager.tiers[DISK].registered() if slot.block
         )
-        with (tmp_path / "blocks").open("r+b") as file:
-            file.seek(slots[5] * 4096 + MODEL.kv_shape(4).layer_bytes + 7)
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ 255]))
+        flip(tmp_path / "blocks", slots[5] * 4096 + MODEL.kv_shape(4).layer_bytes + 7)
         tokens, finished = await served.ask(PROMPT)
         await served.settle()
         assert served.engine.block_events()["fallbacks"] == 1
