@@ -41,8 +41,8 @@ from workers.engines.sim.text import FOLDER, SimTokenizer
 from workers.engines.sim.transfer import SimTransfer
 from workers.kv.cache import EventSink
 from workers.kv.transfer.kv_lease import open_kv_port
-from workers.server.transfer import KEEP_S
-from workers.server.writers import ServedEngine
+from workers.server.answer import ServedEngine
+from workers.server.members import KEEP_S
 from workers.tasks import FAILURES
 
 log = logging.getLogger(__name__)

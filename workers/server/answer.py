@@ -1,4 +1,4 @@
-"""What an engine says to one HTTP request, piece by piece, whatever form it is then given."""
+"""Answers of an engine to HTTP requests, piece by piece, whatever form they are then given."""
 
 from __future__ import annotations
 
@@ -8,16 +8,46 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import orjson
+
+from app.core.errors import InvalidRequest
 from app.simulation.steps import Finished
-from workers.engines.base import CompletionRequest, Engine, EngineStoppedError, TextStream
+from workers.engines.base import (
+    CompletionRequest,
+    Engine,
+    EngineStoppedError,
+    TextStream,
+    Tokenizer,
+)
 from workers.kv.transfer.tcp import BlockSource
-from workers.server.transfer import with_kept
+from workers.server.members import KEEP_S, MAX_CHOICES, PARAMS, GenerationOptions, params_of
+
+LONG_OUTPUT_TOKENS = 1024
+"""Decoding this many tokens takes milliseconds, 100,000 most of a second."""
+NATURAL_TOKENS = 128
+"""Tokens after which an answer to a chat with made-up words ends, unless it is to go on."""
+STOPPING = "stopping"
+"""Code of the error of an engine that has stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """The engine behind an HTTP interface.
+
+    names: of its model. invents: its words are made up, and have no end of their own.
+    """
+
+    engine: Engine
+    names: Sequence[str]
+    tokenizer: Tokenizer | None = None
+    invents: bool = False
 
 
 class StopStrings:
-    """Holds back as much text as the beginning of the longest stop string may have, as vLLM does.
+    """Text of which as much is held back as the longest stop string may begin with, as in vLLM.
 
-    stop: the one that ended the text; None: none has, yet.
+    stop: the string that ended the text, or None.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -27,7 +57,7 @@ class StopStrings:
         self.stop: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certain to come before any stop string."""
+        """Returns the text that is certain to come before any stop string."""
         self._held += text
         matches = []
         for string in self._strings:
@@ -41,25 +71,18 @@ class StopStrings:
         return said
 
     def end(self) -> str:
-        """What was held back, as no more text is to come."""
+        """Returns what was held back, as no more text is to come."""
         return "" if self.stop is not None else self._held
 
 
-LONG_OUTPUT_TOKENS = 1024
-"""Decoding this many tokens takes milliseconds, 100,000 most of a second."""
-
-
 def now_s() -> int:
-    """For the dates of answers."""
+    """Returns the date of an answer."""
     return int(time.time())
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one of the choices says next.
-
-    finish_reason: `stop` or `length` with its last piece.
-    """
+    """The next part of one of the choices. finish_reason: `stop` or `length` with the last one."""
 
     index: int
     text: str
@@ -69,8 +92,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ServedTokens:
-    """Tokens, by all choices of an answer. cached_tokens: of the prompts, by tier; None: unknown,
-    because a stop string ended the answer first."""
+    """Numbers of tokens of an answer.
+
+    cached_tokens: of the prompts, by tier; None: unknown, as a stop string ended the answer first.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -80,8 +105,8 @@ class ServedTokens:
 class Writer:
     """One choice of an answer, submitted on construction; `cancel` it in every case.
 
-    ends: the last token that the request may have is the natural end of what it says. most_cached:
-    as many tokens of the prompt count as cached; None: all that are.
+    ends: whether the last token that the request may have is the natural end of the answer.
+    most_cached: tokens of the prompt that count as cached at most; None: all that are.
     """
 
     def __init__(
@@ -105,7 +130,6 @@ class Writer:
         self.finished: Finished | None = None
 
     def cancel(self) -> None:
-        """Does nothing once it has finished."""
         self._generation.cancel()
 
     async def pieces(self, index: int) -> AsyncIterator[Piece]:
@@ -125,16 +149,14 @@ class Writer:
 
     @property
     def kept(self) -> BlockSource | None:
-        """Where its prompt's KV is kept for another worker."""
         return self._generation.kept
 
     def usage(self) -> ServedTokens:
-        """So far."""
         cached = None if self.finished is None else _by_tier(self.finished, self._most_cached)
         return ServedTokens(self._prompt_tokens, self.num_tokens, cached)
 
     def _read(self, token_ids: list[int], is_last: bool) -> tuple[str, int]:
-        """Their text, and how many of them were read until a stop string came."""
+        """Returns the tokens' text, and how many of them were read until a stop string came."""
         if self._text is None:
             return "", len(token_ids)
         texts = []
@@ -153,23 +175,26 @@ class Writer:
 
 
 class Form(Protocol):
-    """How an answer is written, in one body or as a stream."""
+    """The members and events in which an answer is written."""
 
-    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes: ...
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> dict[str, object]: ...
 
     def piece(self, piece: Piece) -> bytes:
-        """As events of a stream."""
+        """Returns the piece as events of a stream."""
 
     def end(self, usage: ServedTokens) -> bytes:
-        """The events that end a stream."""
+        """Returns the events that end a stream."""
 
-    def failed(self, error: EngineStoppedError) -> bytes:
-        """The events that end a stream whose engine has stopped: the status is already sent."""
+
+def event(content: object) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(content)
 
 
 class AnswerChoices:
-    """The choices of one answer; `cancel` it in every case. per_prompt: choices in a row that have
-    the same prompt, whose tokens count once."""
+    """The choices of one answer; `cancel` it in every case.
+
+    per_prompt: choices in a row that have one prompt, whose tokens count once.
+    """
 
     def __init__(self, writers: Sequence[Writer], form: Form, per_prompt: int = 1) -> None:
         self._writers = writers
@@ -177,7 +202,6 @@ class AnswerChoices:
         self._per_prompt = per_prompt
 
     def cancel(self) -> None:
-        """Does nothing once it has finished."""
         for writer in self._writers:
             writer.cancel()
 
@@ -186,8 +210,9 @@ class AnswerChoices:
             async for piece in self._pieces():
                 if events := self._form.piece(piece):
                     yield events
-        except EngineStoppedError as error:
-            yield self._form.failed(error)
+        except EngineStoppedError as error:  # the status is already sent
+            told = {"code": STOPPING, "type": "api_error", "message": str(error), "param": None}
+            yield event({"error": told})
         else:
             yield self._form.end(self._usage())
 
@@ -199,12 +224,13 @@ class AnswerChoices:
             text, token_ids = before.text + piece.text, before.token_ids + piece.token_ids
             choices[piece.index] = Piece(piece.index, text, token_ids, piece.finish_reason)
         usage = self._usage()
-        body = self._form.whole([choices[index] for index in sorted(choices)], usage)
-        cached = sum((usage.cached_tokens or {}).values())
-        return with_kept(body, self._writers[0].kept, cached)
+        members = self._form.whole([choices[index] for index in sorted(choices)], usage)
+        if kept := self._writers[0].kept:
+            members[PARAMS] = params_of(kept, sum((usage.cached_tokens or {}).values()))
+        return orjson.dumps(members)
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """Those of all choices, as they come."""
+        """Yields the pieces of all choices, as they come."""
         if len(self._writers) == 1:
             async for piece in self._writers[0].pieces(0):
                 yield piece
@@ -245,3 +271,73 @@ def _by_tier(finished: Finished, most: int | None) -> dict[str, int]:
         "host": finished.host_tokens,
         "disk": finished.disk_tokens,
     }
+
+
+def written(
+    served: ServedEngine,
+    prompts: Sequence[bytes],
+    asked: GenerationOptions,
+    request_id: str,
+    *,
+    limit: int,
+    natural: int | None = None,
+) -> list[Writer]:
+    """Submits as many choices as are asked for of each prompt, one prompt after another.
+
+    limit: of tokens, each. natural: tokens after which a choice ends by itself; None: only the
+    engine knows. Raises InvalidRequest, and as Engine.complete.
+    """
+    num_choices = len(prompts) * asked.choices
+    if num_choices > MAX_CHOICES:
+        field = "prompt" if asked.choices == 1 else "n"
+        raise InvalidRequest(field, f"asks for {num_choices} choices, over {MAX_CHOICES}")
+    if asked.min_tokens > limit:
+        raise InvalidRequest("min_tokens", f"is {asked.min_tokens}, over max_tokens {limit}")
+    if asked.min_tokens and not served.invents:
+        raise InvalidRequest("min_tokens", f"is not supported here, got {asked.min_tokens}")
+    check_travels(served, asked, num_choices)
+    if natural is not None:
+        natural = max(natural, asked.min_tokens)
+    num_tokens = limit if natural is None else min(limit, natural)
+    writers: list[Writer] = []
+    try:
+        for number in range(num_choices):
+            prompt, text = prompts[number // asked.choices], None
+            if served.tokenizer is not None:
+                text = served.tokenizer.stream(np.frombuffer(prompt, "<u4").tolist())
+            request = CompletionRequest(
+                f"{request_id}-{number}" if number else request_id,
+                prompt,
+                num_tokens,
+                asked.sampling,
+                asked.ignore_eos,
+                asked.salt,
+                asked.travels.source,
+                KEEP_S if asked.travels.keeps else 0.0,
+            )
+            writers.append(
+                Writer(
+                    served.engine,
+                    request,
+                    text,
+                    stream_interval=asked.stream_interval if asked.stream else num_tokens,
+                    stops=asked.stops,
+                    ends=natural == num_tokens,
+                    most_cached=asked.travels.cached_tokens,
+                )
+            )
+    except BaseException:
+        for writer in writers:
+            writer.cancel()
+        raise
+    return writers
+
+
+def check_travels(served: ServedEngine, asked: GenerationOptions, num_choices: int) -> None:
+    """Raises InvalidRequest if KV is to travel that cannot."""
+    if not asked.travels.keeps and asked.travels.source is None:
+        return
+    if not served.engine.transfers:
+        raise InvalidRequest(PARAMS, "is not supported: this worker has no --kv-transfer")
+    if num_choices != 1:
+        raise InvalidRequest(PARAMS, f"is for one prompt and one choice, got {num_choices}")

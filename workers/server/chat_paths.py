@@ -15,12 +15,16 @@ from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
 from workers.engines.base import QueueFullError, Tokenizer
-from workers.server.answer import AnswerChoices, now_s
+from workers.server.answer import (
+    NATURAL_TOKENS,
+    AnswerChoices,
+    ServedEngine,
+    now_s,
+    written,
+)
 from workers.server.completions import ChatForm
-from workers.server.members import GENERATION, check_members, count, generated
+from workers.server.members import GENERATION, PARAMS, check_members, count, generated
 from workers.server.paths import WorkerApp, decoded, encoded, hand_on, respond
-from workers.server.transfer import PARAMS
-from workers.server.writers import NATURAL_TOKENS, ServedEngine, written
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """What a router takes, and the ids that it adds."""

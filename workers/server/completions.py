@@ -7,15 +7,13 @@ from typing import Any
 
 import orjson
 
-from workers.engines.base import EngineStoppedError
-from workers.server.answer import Piece, ServedTokens, now_s
+from workers.server.answer import Piece, ServedTokens, event, now_s
 
-STOPPING = "stopping"
 DONE = b"data: [DONE]\n\n"
 
 
 def usage_of(usage: ServedTokens) -> dict[str, object]:
-    """With the cached tokens by tier."""
+    """Returns the usage as OpenAI has it, with the cached tokens by tier."""
     cached = usage.cached_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -28,7 +26,7 @@ def usage_of(usage: ServedTokens) -> dict[str, object]:
 
 
 class CompletionForm:
-    """Text. The last event has the usage; a stream of several choices has one more, for that."""
+    """A completion: its last event has the usage, or one more event if it has several choices."""
 
     def __init__(self, request_id: str, model: str, *, choices: int = 1) -> None:
         self._frame: dict[str, object] = {
@@ -39,40 +37,28 @@ class CompletionForm:
         }
         self._choices = choices
         self._waiting = b""
-        """The last event of a single choice: it is told along with the usage."""
+        """The last event of a single choice, which is sent along with the usage."""
 
     def piece(self, piece: Piece) -> bytes:
+        choice = _choice(piece, "text", piece.text)
         if piece.finish_reason is not None and self._choices == 1:
-            self._waiting = orjson.dumps(self._choice(piece))
+            self._waiting = orjson.dumps(choice)
             return b""
-        return _event({**self._frame, "choices": [self._choice(piece)]})
+        return event({**self._frame, "choices": [choice]})
 
     def end(self, usage: ServedTokens) -> bytes:
         choices = [orjson.Fragment(self._waiting)] if self._waiting else []
-        return _event({**self._frame, "choices": choices, "usage": usage_of(usage)}) + DONE
+        return event({**self._frame, "choices": choices, "usage": usage_of(usage)}) + DONE
 
-    def failed(self, error: EngineStoppedError) -> bytes:
-        return _failed(error)
-
-    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes:
-        return orjson.dumps(
-            {**self._frame, "choices": [*map(self._choice, choices)], "usage": usage_of(usage)}
-        )
-
-    def _choice(self, piece: Piece) -> dict[str, object]:
-        return {
-            "index": piece.index,
-            "text": piece.text,
-            "token_ids": piece.token_ids,
-            "logprobs": None,
-            "finish_reason": piece.finish_reason,
-        }
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> dict[str, object]:
+        said = [_choice(piece, "text", piece.text) for piece in choices]
+        return {**self._frame, "choices": said, "usage": usage_of(usage)}
 
 
 class ChatForm:
-    """A chat. fields: of the request.
+    """A chat, in which the first event of a choice comes with its first token.
 
-    The first event of a choice comes with its first token.
+    fields: of the request.
     """
 
     def __init__(self, request_id: str, fields: Mapping[str, Any]) -> None:
@@ -89,37 +75,24 @@ class ChatForm:
         role = {} if piece.index in self._begun else {"role": "assistant"}
         self._begun.add(piece.index)
         delta: dict[str, object] = {**role, "content": piece.text}
-        return _event({**self._frame, "choices": [self._choice(piece, "delta", delta)]})
+        return event({**self._frame, "choices": [_choice(piece, "delta", delta)]})
 
     def end(self, usage: ServedTokens) -> bytes:
         if not self._wants_usage:
             return DONE
-        return _event({**self._frame, "choices": [], "usage": usage_of(usage)}) + DONE
+        return event({**self._frame, "choices": [], "usage": usage_of(usage)}) + DONE
 
-    def failed(self, error: EngineStoppedError) -> bytes:
-        return _failed(error)
-
-    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> bytes:
-        said = [self._choice(piece, "message", self._message(piece)) for piece in choices]
-        return orjson.dumps({**self._frame, "choices": said, "usage": usage_of(usage)})
-
-    def _message(self, piece: Piece) -> dict[str, object]:
-        return {"role": "assistant", "content": piece.text, "refusal": None, "annotations": []}
-
-    def _choice(self, piece: Piece, name: str, said: dict[str, object]) -> dict[str, object]:
-        return {
-            "index": piece.index,
-            name: said,
-            "token_ids": piece.token_ids,
-            "logprobs": None,
-            "finish_reason": piece.finish_reason,
-        }
+    def whole(self, choices: Sequence[Piece], usage: ServedTokens) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "refusal": None, "annotations": []}
+        said = [_choice(piece, "message", message | {"content": piece.text}) for piece in choices]
+        return {**self._frame, "choices": said, "usage": usage_of(usage)}
 
 
-def _failed(error: EngineStoppedError) -> bytes:
-    told = {"code": STOPPING, "type": "api_error", "message": str(error), "param": None}
-    return _event({"error": told})
-
-
-def _event(content: object) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(content)
+def _choice(piece: Piece, name: str, said: object) -> dict[str, object]:
+    return {
+        "index": piece.index,
+        name: said,
+        "token_ids": piece.token_ids,
+        "logprobs": None,
+        "finish_reason": piece.finish_reason,
+    }

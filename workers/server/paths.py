@@ -41,17 +41,24 @@ from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, TokenizerThreads
 from workers.engines.base import EngineStoppedError, QueueFullError, Tokenizer
 from workers.metrics import registry_of
-from workers.server.answer import AnswerChoices
-from workers.server.completions import STOPPING, CompletionForm
+from workers.server.answer import (
+    STOPPING,
+    AnswerChoices,
+    ServedEngine,
+    check_travels,
+    written,
+)
+from workers.server.completions import CompletionForm
 from workers.server.members import (
     GENERATION,
+    KEEP_S,
     MAX_CHOICES,
+    PARAMS,
     GenerationOptions,
     check_members,
     generated,
+    params_of,
 )
-from workers.server.transfer import KEEP_S, PARAMS, params_of
-from workers.server.writers import ServedEngine, check_travels, written
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from app.simulation.profiles import PROFILES
 from tests.workers.server.test_paths import events_of, served_by
 from workers.engines.sim.runner import EngineRunner
 from workers.engines.sim.text import FOLDER, SimTokenizer
+from workers.server.answer import ServedEngine
 from workers.server.chat_paths import add_chat
 from workers.server.paths import WorkerApp
-from workers.server.writers import ServedEngine
 
 USER = {"role": "user", "content": "hello"}
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}

@@ -26,8 +26,8 @@ from app.simulation.steps import SimRequest
 from tests.eventually import eventually
 from workers.engines.base import EngineStoppedError
 from workers.engines.sim.runner import EngineRunner
+from workers.server.answer import ServedEngine
 from workers.server.paths import WorkerApp
-from workers.server.writers import ServedEngine
 
 # A prefill step of n tokens takes 1 + n engine seconds, a decode step of n requests 1 + n.
 EASY = Profile(
