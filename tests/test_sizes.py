@@ -2,7 +2,7 @@ from tools.sizes import package_sizes, total_sizes
 
 FILES = {
     "app/core/types.py": "@dataclass(frozen=True)\nclass Key:\n    worker: str\n",
-    "app/core/settings/door.py": "class Door(Struct):\n    port: int = setting(8000)\n",
+    "app/core/settings/router.py": "class Door(Struct):\n    port: int = setting(8000)\n",
     "app/core/settings/worker.py": "class Worker:\n    port: int = setting(8001)\n",
     "app/cli.py": "@click.option('--yes')\ndef reset(yes): ...\n",
     "workers/kv/slots.py": "class Slot(NamedTuple):\n    n: int\n",

@@ -19,7 +19,7 @@ from app.edge.client import Client
 from app.edge.origins import check_asked
 from app.edge.schemas import RequestId
 from app.edge.services import REQUEST_ID, Replica, body_of, errors
-from app.http.route import CLIENT
+from app.http.client import CLIENT
 from app.ops.reuse import ReuseShown
 from app.policy.locality import Locality
 

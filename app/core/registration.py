@@ -11,7 +11,6 @@ import orjson
 from app.core.errors import shown
 from app.core.keys import DATA_VERSION
 from app.core.limits import MAX_COUNT, MAX_MEASURED, MAX_NAME, MAX_NAMES
-from app.core.report_items import Item
 from app.core.types import WorkerKey
 from app.core.worker_report import (
     GPU,
@@ -21,6 +20,7 @@ from app.core.worker_report import (
     SPEED,
     ForwardPassMetrics,
     GpuReadings,
+    Item,
     Speed,
     WorkerInfo,
 )

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from app.core.chains import trail_of
 from app.core.errors import InvalidRequest, RouterOverloaded, shown
 from app.core.hashing import Tokens
-from app.core.text_trail import trail_of
 from app.door.asked import PROMPTS, Api, given_ids, prompt_sizes
 from app.door.engine_tokens import EngineTokens
 from app.door.engines import ids_field

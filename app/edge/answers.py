@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, create_model
 from typing_extensions import TypedDict
 
-from app.core.report_items import Item
 from app.core.roles import Role
 from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.verdicts import State
-from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS
+from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
 from app.policy.decision import Candidate, Decision
 from app.policy.locality import Locality
 from app.policy.view import View, load_statistics

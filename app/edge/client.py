@@ -36,8 +36,7 @@ from app.edge.errors import (
 )
 from app.edge.services import Services
 from app.http import client as http
-from app.http.client import JSON, ClientStalled, Headers
-from app.http.route import CLIENT
+from app.http.client import CLIENT, JSON, ClientStalled, Headers
 
 log = logging.getLogger(__name__)
 

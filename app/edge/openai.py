@@ -42,8 +42,7 @@ from app.edge.ask import fitting_id, request_id_in, request_of, salt_of
 from app.edge.client import Client
 from app.edge.errors import dialect_of, ending_of, reason_of
 from app.edge.rate_limits import limits_shown
-from app.http.form_body import FORM, FormBody
-from app.http.json_body import Fields, JsonBody
+from app.http.json_body import FORM, Fields, FormBody, JsonBody
 from app.policy.decision import RouteRequest
 from app.router.prompt import check_length
 

@@ -22,7 +22,7 @@ from app.edge.answers import (
 from app.edge.client import Client
 from app.edge.schemas import FindBestWorker, Generation, ReleaseOptions, RouteBody, RouteOptions
 from app.edge.services import REQUEST_ID, body_of, errors
-from app.http.route import Route
+from app.http.client import Route
 
 
 class BareRoute(Route):

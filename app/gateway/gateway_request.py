@@ -17,7 +17,7 @@ from app.edge.openai import CARRIER
 from app.gateway import messages
 from app.gateway.messages import Request, Response
 from app.http.held import HELD, HeldBodies, HeldBody
-from app.http.watch import ON_GONE
+from app.http.protocol import ON_GONE
 
 UNKNOWN = "unknown"
 """Holder of bodies from unknown addresses."""

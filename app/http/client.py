@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import orjson
+from starlette import routing
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.core.errors import KvrouteError
 from app.http.body import read_body, resumed
 from app.http.held import HELD
-from app.http.protocol import CUT, UNTIL_TAKEN
-from app.http.watch import watched
+from app.http.protocol import CUT, ON_GONE, UNTIL_TAKEN
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -21,6 +22,37 @@ JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 STALLED_S = 300.0
 """Seconds a worker's client may take nothing: longer than a router waits for its own clients."""
+
+
+CLIENT = "kvroute.client"
+"""Key in a request's scope: its Client."""
+
+
+class watched:  # noqa: N801 - used like asyncio.timeout
+    """Cancels work for a client, whose body has been read, as soon as it hangs up. is_gone: whether
+    it did."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.is_gone = False
+        # Only servers of other makes, in tests, do not say.
+        self._watch = scope.get(ON_GONE, lambda _: None)
+
+    async def __aenter__(self) -> watched:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch(self._cancel)
+        return self
+
+    def _cancel(self) -> None:
+        self.is_gone = True
+        self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._watch(None)
+        if self.is_gone:
+            self._task.uncancel()
+        return self.is_gone and kind is not None and issubclass(kind, asyncio.CancelledError)
 
 
 class ClientStalled(KvrouteError):
@@ -117,3 +149,22 @@ class Client(Request):
         """Cuts the connection: to end the answer in order would say that it is complete."""
         if (cut := self.scope.get(CUT)) is not None:
             cut()
+
+
+class Route(routing.Route):
+    """A path with one method, and HEAD where that is GET."""
+
+    def __init__(self, method: str, path: str, endpoint: Callable[[Any], Awaitable[None]]) -> None:
+        super().__init__(path, endpoint)
+        self.methods = {method, "HEAD"} if method == "GET" else {method}
+
+        async def app(scope: Scope, _: Receive, __: Send) -> None:
+            await endpoint(scope[CLIENT])
+
+        self.app = app
+
+
+async def routed(router: ASGIApp, client: Client) -> None:
+    """Has the route of a client's path answer. Raises HTTPException if there is none."""
+    client.scope[CLIENT] = client
+    await router(client.scope, client.receive, client.say)

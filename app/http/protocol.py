@@ -25,8 +25,49 @@ from uvicorn.server import ServerState
 from app.core.pace import Pace
 from app.http.body import error_body
 from app.http.held import HELD, HeldBodies, HeldBody
-from app.http.lingering import LingeringTransport
-from app.http.watch import ON_GONE
+
+
+class LingeringTransport:
+    """Transport whose `close` lets the client read the answer first, though it still sends."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._ended = False
+        self.write: Callable[[bytes], object] = self._write
+        self.abort = transport.abort
+
+    def _write(self, data: bytes) -> None:
+        # uvloop raises if the connection was reset or aborted, of which uvicorn learns a moment
+        # later.
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._protocol.is_receiving and not self._ended:
+            self._protocol.linger()
+        elif not self._ended:
+            self._transport.close()
+
+    def end(self) -> None:
+        """Sends what is written and no more, and goes on reading."""
+        self._ended = True
+        # The application may still answer a request that was refused half-way.
+        self.write = lambda _: None
+        if self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._ended or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +97,10 @@ CUT = "kvroute.cut"
 """Key in a request's scope: ends its connection at once."""
 UNTIL_TAKEN = "kvroute.until_taken"
 """Key in a request's scope: Protocol.until_taken."""
+ON_GONE = "kvroute.on_gone"
+"""Key in a request's scope: a function that takes what to call once the client is gone, perhaps at
+once; None: nothing. A task that waits for http.disconnect would cost each request a twentieth more.
+"""
 
 _RESET = struct.pack("ii", 1, 0)
 _STATUS = {

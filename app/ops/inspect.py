@@ -11,9 +11,8 @@ import orjson
 
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.report_items import Item
 from app.core.types import Incarnation, SequenceHash, Tier
-from app.core.worker_report import GPU, INFO, NO_READINGS
+from app.core.worker_report import GPU, INFO, NO_READINGS, Item
 from app.ops import holders, namespaces, reuse, workers
 from app.ops import verify as verification
 from app.ops.terminal import Answer, answering, counted, text_table

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from app.core.chains import shard_of
+from app.core.chains import marks_of, shard_of
 from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.pace import Pace
-from app.core.text_trail import marks_of
 from app.core.types import Incarnation, SequenceHash, request_id_of
 from app.http.supervisor import supervised
 from app.policy.cost import IN_FLIGHT_TOKENS

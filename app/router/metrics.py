@@ -13,10 +13,9 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from app.core.report_items import Item
 from app.core.types import Incarnation, TierOverlap
 from app.core.verdicts import FAILED, State
-from app.core.worker_report import GPU, METRICS, WorkerInfo
+from app.core.worker_report import GPU, METRICS, Item, WorkerInfo
 from app.http.metrics import (
     Counter,
     Family,

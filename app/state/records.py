@@ -5,81 +5,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 from app.core.loads import LOAD_FIELDS
+from app.core.usage import Usage, Who
 
-
-class ReserveRow(NamedTuple):
-    inc: int
-    request_id: str
-    prefill_tokens: int
-    prefill_us: int
-    blocks: int
-    attempt: str
-    max_requests: int
-    seen_total: int
-    retry: int
-    carried: int
-    sending_ms: int
-    receiving_ms: int
-    fetch: str
-
-
-class ExtendRow(NamedTuple):
-    id: str
-    attempt: str
-    inc: int | str
-    prefill_tokens: int
-    prefill_us: int
-    blocks: int
-    state: str
-
-
-class PrefillCompleteRow(NamedTuple):
-    id: str
-    ttl_ms: int
-    began_by_ms: int
-    of_source: int
-    late_ms: int
-
-
-class UsageRow(NamedTuple):
-    key: str
-    tenant: str
-    model: str
-    requests: int
-    failed: int
-    refused: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    waited_ms: int
-    by_router: int
-
-
-class AdmitRow(NamedTuple):
-    key: str
-    asks: int
-    held: int
-    concurrent: int
-    requests: str
-    tokens: str
-    uncached: str
-    num_requests: int
-    num_tokens: int
-    num_uncached: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class ReleaseRow(NamedTuple):
-    id: str
-    attempt: str
-    began_by_ms: int
-    came: int
-    late_ms: int
-
+ReserveRow = namedtuple(
+    "ReserveRow",
+    "inc request_id prefill_tokens prefill_us blocks attempt max_requests seen_total retry carried "
+    "sending_ms receiving_ms fetch",
+)
+ExtendRow = namedtuple("ExtendRow", "id attempt inc prefill_tokens prefill_us blocks state")
+PrefillCompleteRow = namedtuple("PrefillCompleteRow", "id ttl_ms began_by_ms of_source late_ms")
+ReleaseRow = namedtuple("ReleaseRow", "id attempt began_by_ms came late_ms")
+AdmitRow = namedtuple(
+    "AdmitRow",
+    "key asks held concurrent requests tokens uncached num_requests num_tokens num_uncached "
+    "prompt_tokens cached_tokens",
+)
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "load": LOAD_FIELDS,
@@ -88,5 +31,5 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "prefill_complete": PrefillCompleteRow._fields,
     "release": ReleaseRow._fields,
     "admit": AdmitRow._fields,
-    "count": UsageRow._fields,
+    "count": (*Who._fields, *Usage._fields),
 }

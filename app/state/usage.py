@@ -7,7 +7,6 @@ from typing import Any
 
 from app.core.keys import Keyspace
 from app.core.usage import Usage, Who
-from app.state.records import UsageRow
 from app.state.scripts import Call, ScriptRunner, call, command
 
 MAX_FIELDS = 4096
@@ -27,10 +26,7 @@ def count(
 ) -> Call[bool]:
     """Adds usage to the sums of an hour since 1970; returns whether this call did that, not an
     earlier one with the same number."""
-    rows = [
-        UsageRow(who.key or NONE, who.tenant or NONE, who.model, *usage)
-        for who, usage in used.items()
-    ]
+    rows = ((w.key or NONE, w.tenant or NONE, w.model, *usage) for w, usage in used.items())
     fields = [field for row in rows for field in row]
     return call("count", keyspace, hour, replica, number, kept_ms, MAX_FIELDS, *fields, parse=bool)
 

@@ -1,6 +1,6 @@
 import random
 
-from app.core.text_trail import MAX_PIECES, PIECE_BYTES, marks_of, trail_of
+from app.core.chains import MAX_PIECES, PIECE_BYTES, marks_of, trail_of
 
 TEXT = random.Random(1).randbytes(40 * PIECE_BYTES)
 

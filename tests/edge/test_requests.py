@@ -5,7 +5,7 @@ import pytest
 from app.core.errors import shown
 from app.core.settings.router import RouterSettings
 from app.edge.app import create_app
-from app.http.watch import ON_GONE
+from app.http.protocol import ON_GONE
 from tests.endings import all_endings
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE

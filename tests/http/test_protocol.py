@@ -13,9 +13,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from app.http import protocol
+from app.http.client import watched
 from app.http.protocol import MAX_HEAD_BYTES, Connections
 from app.http.server import listen, serve
-from app.http.watch import watched
 
 Answer = tuple[int, Any]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from app.state.claims import claim
+from app.state.leases import claim
 from tests.eventually import eventually
 from tests.lua.conftest import LONG_MS
 

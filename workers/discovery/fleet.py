@@ -23,7 +23,7 @@ from app.core.limits import MAX_ENGINES, MAX_NAME
 from app.core.settings.agent import EngineAgentSettings
 from app.http.supervisor import attempted, supervised
 from app.state import leases
-from app.state.claims import claim
+from app.state.leases import claim
 from app.state.scripts import ScriptRunner
 from workers.bridge.follower import EngineFollower
 from workers.discovery.engine import Absences, DiscoveredEngine, Engines, Members, Tell

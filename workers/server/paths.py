@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from app.core.errors import InvalidRequest, PromptTooLarge, Unauthorized, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.client import EVENTS, JSON, Client, ClientStalled
+from app.http.client import EVENTS, JSON, Client, ClientStalled, Route, routed
 from app.http.errors import (
     INTERNAL,
     OF_ALL_SERVERS,
@@ -36,7 +36,6 @@ from app.http.errors import (
 )
 from app.http.json_body import JsonBody
 from app.http.keys import HEALTH, METRICS, Keys
-from app.http.route import Route, routed
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, TokenizerThreads
 from workers.engines.base import EngineStoppedError, QueueFullError, Tokenizer
