@@ -94,16 +94,15 @@ def compute_local_hashes(
     if eagle or mm_hashes:
         blocks = [raw[i * stride : i * stride + window] for i in range(count)]
         if mm_hashes:
-            blocks = [b + _items(mm) for b, mm in zip(blocks, mm_hashes, strict=True)]
+            blocks = [
+                block + np.array(sorted(items), "<u8").tobytes()
+                for block, items in zip(blocks, mm_hashes, strict=True)
+            ]
     else:
         # Not struct.unpack, which caches the compiled formats of the last hundred lengths.
         blocks = np.frombuffer(raw, f"V{stride}", count).tolist() if count else []
     # cast, not LocalHash(): NewType costs a call per block, as long as hashing one takes.
     return cast(list[LocalHash], [xxh3_64_intdigest(block, seed) for block in blocks])
-
-
-def _items(mm: Iterable[int]) -> bytes:
-    return np.array(sorted(mm), "<u8").tobytes()
 
 
 def next_sequence_hash(parent: SequenceHash | None, local: LocalHash) -> SequenceHash:

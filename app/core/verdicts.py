@@ -172,18 +172,18 @@ class MarksByWorker(dict[Incarnation, Marks]):
 @lru_cache(maxsize=4096)
 def parse_marks(text: bytes) -> Marks:
     """Returns the marks in a field of `verdicts`, without those that cannot be read."""
+
+    def is_mark(mark: object) -> bool:
+        return isinstance(mark, dict) and all(type(v) is _TYPES.get(n) for n, v in mark.items())
+
     try:
         told = orjson.loads(text).items()
     except (ValueError, AttributeError):
         return NO_MARKS
-    return Marks({name: Mark(**mark) for name, mark in told if _is_mark(mark)})
+    return Marks({name: Mark(**mark) for name, mark in told if is_mark(mark)})
 
 
 def is_readable(text: bytes) -> bool:
     """Whether there are marks, and all of them can be read."""
     marks = parse_marks(text)
     return bool(marks) and len(marks) == len(orjson.loads(text))
-
-
-def _is_mark(told: object) -> bool:
-    return isinstance(told, dict) and all(type(v) is _TYPES.get(n) for n, v in told.items())

@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -146,11 +147,9 @@ class _Server(uvicorn.Server):
             end_within(2 * ENDING_S if self.should_exit else self._drain_s + LATE_S, loop)
         if self.should_exit:
             loop.call_soon_threadsafe(self._on_late)
-            loop.call_soon_threadsafe(loop.call_later, ENDING_S, self._force_exit)
+            force_exit = partial(setattr, self, "force_exit", True)
+            loop.call_soon_threadsafe(loop.call_later, ENDING_S, force_exit)
         self.should_exit = True
-
-    def _force_exit(self) -> None:
-        self.force_exit = True
 
     @property
     def failed(self) -> bool:

@@ -64,7 +64,8 @@ async def supervised(task: str, run: Callable[[], Awaitable[object]], failures: 
             await run()
         except Exception:
             failed.inc()
-            if _is_cancelled():
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
                 log.exception("%s failed unexpectedly as it ended", task)
                 raise asyncio.CancelledError from None
             if time.monotonic() - begun_s >= LONGEST_PAUSE_S:
@@ -74,8 +75,3 @@ async def supervised(task: str, run: Callable[[], Awaitable[object]], failures: 
             return
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -111,7 +111,11 @@ def audit(
             return None
         missing, bits, bucket, within, shown = reply
         digests = [
-            (bucket, TIER_OF_LETTER.get(entry[:1]), _hash_of(entry[1:]))
+            (
+                bucket,
+                TIER_OF_LETTER.get(entry[:1]),
+                SequenceHash(int(entry[1:], 16)) if _HASH.fullmatch(entry[1:]) else None,
+            )
             for bucket, entry in zip(shown[::2], shown[1::2], strict=True)
         ]
         return Audit(missing, IndexClaims(bits, (bucket, within), digests))
@@ -119,10 +123,6 @@ def audit(
     return call(
         "audit", shard, incarnation, nonce, seq, *first, max_buckets, *_groups(entries), parse=parse
     )
-
-
-def _hash_of(field: bytes) -> SequenceHash | None:
-    return SequenceHash(int(field, 16)) if _HASH.fullmatch(field) else None
 
 
 def _groups(changes: Iterable[Change]) -> list[str]:

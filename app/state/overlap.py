@@ -350,16 +350,12 @@ def _within(gap: Gap, owners: list[bytes | None] | RedisUnavailable) -> Iterator
     if isinstance(owners, RedisUnavailable):
         owners = [None] * (gap.end - gap.start)
     start = gap.start
-    for held, same in groupby(map(parse_field, map(_or_nobody, owners)), key=itemgetter(1)):
+    for held, same in groupby((parse_field(each or NOBODY) for each in owners), key=itemgetter(1)):
         fields = list(same)
         end = start + len(fields)
         if held or gap.owners:
             yield Run(start, end, held or gap.owners, fields[-1][0])
         start = end
-
-
-def _or_nobody(owners: bytes | None) -> bytes:
-    return owners or NOBODY
 
 
 def _overlaps(runs: list[Run], kind: type[Overlaps] = Overlaps) -> Overlaps:

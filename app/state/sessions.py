@@ -28,14 +28,10 @@ def recall(keyspace: Keyspace, sessions: Sequence[str]) -> Call[list[Visit | Non
     may be older than the lifetime of a session: its reader passes it over."""
 
     def parse(reply: list[bytes | None]) -> list[Visit | None]:
-        return [_visit(text or b"") for text in reply]
+        found = (_VISIT.fullmatch(text or b"") for text in reply)
+        return [visit and Visit(Incarnation(int(visit[1])), int(visit[2])) for visit in found]
 
     return command("recall", "HMGET", keyspace["sessions"], *sessions, parse=parse)
-
-
-def _visit(text: bytes) -> Visit | None:
-    match = _VISIT.fullmatch(text)
-    return Visit(Incarnation(int(match[1])), int(match[2])) if match else None
 
 
 def remember(

@@ -205,8 +205,9 @@ def _message(message: Any, content_format: ContentFormat) -> Message:
     if role == "assistant":
         if tool_calls := _tool_calls(message.get("tool_calls")):
             made["tool_calls"] = tool_calls
-        if (reasoning := _reasoning(message)) is not None:
-            made["reasoning"] = made["reasoning_content"] = reasoning
+        thoughts = [message[name] for name in _REASONING if message.get(name) is not None]
+        if thoughts:
+            made["reasoning"] = made["reasoning_content"] = text_of(thoughts[0])
     elif message.get("tool_calls"):
         raise Unrenderable("message", f"tool_calls of {shown(role)}")
     if role == "tool" and "tool_call_id" in message:
@@ -269,11 +270,6 @@ def _part(part: Any) -> dict[str, str]:
     if part.keys() != {"type", name := _PARTS[kind]}:
         raise Unrenderable("message", f"more than {name} in a part of type {kind}")
     return {"type": kind, name: text_of(part[name])}
-
-
-def _reasoning(message: Message) -> str | None:
-    given = [message[name] for name in _REASONING if message.get(name) is not None]
-    return text_of(given[0]) if given else None
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

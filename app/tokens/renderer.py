@@ -111,7 +111,7 @@ class Renderer:
 
         Raises Unrenderable, if only the engine can tell; TooManyTokens; Overloaded.
         """
-        return await self._run(size(body), max_tokens, holder, self._chat, body)
+        return await self._run(size(body), max_tokens, holder, self._chat, body, False)
 
     async def of_response(
         self, body: Mapping[str, Any], max_tokens: int = 0, *, holder: str = ""
@@ -122,7 +122,7 @@ class Renderer:
         vLLM puts the tokenizer's special tokens around what the template makes of these, and names
         a tool call before its arguments.
         """
-        return await self._run(size(body), max_tokens, holder, self._response, body)
+        return await self._run(size(body), max_tokens, holder, self._chat, body, True)
 
     async def of_text(
         self, prompt: str, add_special_tokens: bool = True, max_tokens: int = 0, *, holder: str = ""
@@ -158,15 +158,10 @@ class Renderer:
             prompt, add_special_tokens=add_special_tokens, allowance=allowance
         )
 
-    def _chat(self, allowance: Allowance, body: Mapping[str, Any]) -> Ids:
+    def _chat(self, allowance: Allowance, body: Mapping[str, Any], of_response: bool) -> Ids:
         template = self._template(has_tools=bool(body.get("tools")))
-        text = rendered(template, body, allowance=allowance)
-        return self._encoder.encode(text, allowance=allowance)
-
-    def _response(self, allowance: Allowance, body: Mapping[str, Any]) -> Ids:
-        template = self._template(has_tools=bool(body.get("tools")))
-        text = rendered(template, body, of_response=True, allowance=allowance)
-        return self._encoder.encode(text, add_special_tokens=True, allowance=allowance)
+        text = rendered(template, body, of_response=of_response, allowance=allowance)
+        return self._encoder.encode(text, add_special_tokens=of_response, allowance=allowance)
 
     def _template(self, *, has_tools: bool) -> ChatTemplate:
         template = self._templates.get("default")

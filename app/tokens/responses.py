@@ -164,15 +164,15 @@ def _flat(namespace: str, name: str) -> str:
 
 def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
     """Yields the functions that a tool is shown to the model as: none, if it is not one to call."""
-    match tool.get("type") if isinstance(tool, dict) else None:
+    match _kind(tool):
         case "function":
             function = {name: value for name, value in tool.items() if name != "type"}
-        case "custom" if _is_free(tool.get("format")):
+        case "custom" if tool.get("format") is None or _kind(tool["format"]) == "text":
             function = {name: tool.get(name) for name in ("name", "description")}
             function["parameters"] = _CUSTOM_TOOL_SCHEMA
         case "namespace" if isinstance(tool.get("tools"), list):
             for inner in tool["tools"]:
-                for made in _shown_as(inner) if _is_function(inner) else ():
+                for made in _shown_as(inner) if _kind(inner) == "function" else ():
                     name = _flat(text_of(tool.get("name")), text_of(made["function"].get("name")))
                     made["function"]["name"] = name
                     yield made
@@ -184,10 +184,5 @@ def _shown_as(tool: Any) -> Iterator[dict[str, Any]]:
     yield {"type": "function", "function": function}
 
 
-def _is_free(given: Any) -> bool:
-    """Whether a custom tool is called with any text."""
-    return given is None or (isinstance(given, dict) and given.get("type") == "text")
-
-
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type") == "function"
+def _kind(value: Any) -> object:
+    return value.get("type") if isinstance(value, dict) else None

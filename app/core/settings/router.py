@@ -30,9 +30,7 @@ from app.core.settings.kinds import (
 
 
 @dataclass(frozen=True, slots=True)
-class DoorSettings(CommonSettings):
-    """Settings of how a replica takes requests of OpenAI clients and carries them to engines."""
-
+class RouterSettings(CommonSettings):
     api_key: str = setting(
         "",
         "Key that every request must carry (Authorization: Bearer KEY), except for /health and "
@@ -160,10 +158,6 @@ class DoorSettings(CommonSettings):
         "How that line names sessions and users: plain, as clients do, or as a hash.",
         OneOf(("plain", "hash")),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSettings(DoorSettings):
     port: int = setting(
         8080, "Port to listen on; 0 takes a free one.", PORT, heading=COMMON, often=True
     )
