@@ -15,6 +15,9 @@ from app.door.transfer.nixl import nudge
 from app.door.transfer.sources import Sources
 from app.door.upstream import Upstream
 
+MAX_REFUSING = 4096
+"""Engines that are remembered for members of requests that they do not take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -37,8 +40,17 @@ class Door:
         self.words = EngineWords()
         self.any_worker = AnyWorker(upstream, patience.between_s, self.words)
         self.leases = KvLeases(partial(nudge, upstream))
-        self.refused = dict[tuple[str, Incarnation], frozenset[str]]()
-        """By namespace and engine, what it does not take of the members that routers add."""
+        self._refused = dict[tuple[str, Incarnation], frozenset[str]]()
+
+    def refused_by(self, namespace: str, engine: Incarnation) -> frozenset[str]:
+        """Returns members, of those that routers add to requests, that an engine does not take."""
+        return self._refused.get((namespace, engine), frozenset())
+
+    def note_refused(self, namespace: str, engine: Incarnation, members: frozenset[str]) -> None:
+        """Remembers members that an engine does not take; the engine noted first makes room."""
+        if len(self._refused) >= MAX_REFUSING:
+            del self._refused[next(iter(self._refused))]
+        self._refused[namespace, engine] = members
 
     @property
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:

@@ -237,7 +237,7 @@ class Tries:
         UpstreamError, as RefusedWithSource and SourceFailed are."""
         worker = decision.worker
         engine = self.life.admitted.model.namespace, decision.incarnation
-        without = refused | self.door.refused.get(engine, refused)
+        without = refused | self.door.refused_by(*engine)
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
         if self.outgoing.asked.streams:
             left_s = min(left_s, FIRST_TOKEN_S + TIMES_EXPECTED * decision.expected_s)
@@ -280,7 +280,7 @@ class Tries:
                 self.life.trace.try_ends("members_refused")
                 begun = await self._try(decision, transfer, deadline_s, names)
                 if begun.answer.status < 400:
-                    self.door.refused[engine] = names
+                    self.door.note_refused(*engine, names)
                 return begun
         if failure is None and answer.status >= 400 and decision.trust is not Trust.BLIND:
             failure = blame.of_length(answer.status, first)

@@ -6,6 +6,8 @@ import orjson
 import pytest
 from aiohttp import web
 
+from app.core.types import Incarnation
+from app.door.door import Door, Patience
 from tests.door.conftest import completing, replica, until_serving
 
 QWEN = str(Path(__file__).parents[1] / "data/door/qwen")
@@ -74,3 +76,13 @@ async def test_what_the_client_says_itself_is_refused_once(redis, one_redis_serv
         assert (await door.post(TEXTS, json=body | options)).status_code == 400
         assert len(heard) == 1
         assert (await door.post(TEXTS, json=body)).status_code == 200
+
+
+def test_of_engines_that_refuse_members_the_latest_are_remembered(monkeypatch):
+    monkeypatch.setattr("app.door.door.MAX_REFUSING", 2)
+    door = Door(None, Patience(1.0, 1.0, 1.0), 30.0)
+    for engine in (1, 2, 3):
+        door.note_refused("default", Incarnation(engine), frozenset({"prompt"}))
+    left = [engine for engine in (1, 2, 3) if door.refused_by("default", Incarnation(engine))]
+    assert left == [2, 3]
+    assert not door.refused_by("other", Incarnation(3))
