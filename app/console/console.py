@@ -19,7 +19,7 @@ from app.core.errors import NamespaceMissing, RedisUnavailable
 from app.core.key_rules import KeyRules
 from app.core.keys import Keyspace
 from app.core.types import Incarnation
-from app.core.usage import Usage, added_up, tokens
+from app.core.usage import UsageSums, added_up, tokens
 from app.ops import checks, reuse, worker_checks
 from app.ops.conditions import holding
 from app.ops.drain import named
@@ -39,7 +39,7 @@ from app.state.waiting import flows
 
 TIMEOUT_S = 2.0
 DAY_H = 24
-USAGE_COLUMNS = (*Usage._fields, "cached_share")
+USAGE_COLUMNS = (*UsageSums._fields, "cached_share")
 FOLLOW_S = 0.25
 SERVER_S = 5.0
 CHECKS_S = 15.0
@@ -292,8 +292,8 @@ class Console:
             as_dict(one)
             | {
                 "key": name,
-                "recent": recent.get(name, Usage()).requests,
-                "hours": [tokens(hour.get(name, Usage())) for hour in by_key],
+                "recent": recent.get(name, UsageSums()).requests,
+                "hours": [tokens(hour.get(name, UsageSums())) for hour in by_key],
             }
             for name, one in added_up(chain(*hours), "key").items()
         ]

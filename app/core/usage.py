@@ -19,7 +19,7 @@ class Who(NamedTuple):
     model: str
 
 
-class Usage(NamedTuple):
+class UsageSums(NamedTuple):
     """Sums over requests. failed: by engines, or answers that broke off. refused: by the router.
     waited_ms: for a worker that could take them. by_router: requests whose tokens the router
     counted, as their engine did not tell."""
@@ -33,8 +33,8 @@ class Usage(NamedTuple):
     waited_ms: int = 0
     by_router: int = 0
 
-    def plus(self, other: Usage) -> Usage:
-        return Usage(*map(sum, zip(self, other, strict=True)))
+    def plus(self, other: UsageSums) -> UsageSums:
+        return UsageSums(*map(sum, zip(self, other, strict=True)))
 
 
 BY: Mapping[str, Callable[[Who], str]] = {
@@ -45,20 +45,20 @@ BY: Mapping[str, Callable[[Who], str]] = {
 """Ways to add usage up -> the name that one origin counts under."""
 
 
-def added_up(used: Iterable[tuple[Who, Usage]], by: str) -> dict[str, Usage]:
+def added_up(used: Iterable[tuple[Who, UsageSums]], by: str) -> dict[str, UsageSums]:
     """Returns the sum for each name, those with most tokens first. by: one of BY."""
-    sums: dict[str, Usage] = {}
+    sums: dict[str, UsageSums] = {}
     for who, usage in used:
         name = BY[by](who)
-        sums[name] = sums.get(name, Usage()).plus(usage)
+        sums[name] = sums.get(name, UsageSums()).plus(usage)
     return dict(sorted(sums.items(), key=lambda item: (-tokens(item[1]), item[0])))
 
 
-def tokens(usage: Usage) -> int:
+def tokens(usage: UsageSums) -> int:
     """Returns all tokens of prompts and answers."""
     return usage.prompt_tokens + usage.output_tokens
 
 
-def cached_share(usage: Usage) -> float | None:
+def cached_share(usage: UsageSums) -> float | None:
     """Returns the share of the prompt tokens that was cached; None if there were no tokens."""
     return usage.cached_tokens / usage.prompt_tokens if usage.prompt_tokens else None

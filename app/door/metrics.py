@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from app.core.outcomes import ANSWERED, OK, WORKER_FAILED, Ending, Kind, kind_of
 from app.core.trust import Trust
-from app.core.usage import BY, OTHER
-from app.core.usage import Usage as Used
+from app.core.usage import BY, OTHER, UsageSums
 from app.door.access_log import AccessLog
 from app.door.alarm import Alarm
 from app.door.last_errors import LastErrors
@@ -253,7 +252,7 @@ class Outcomes:
         if record.failures or record.outcome != OK:
             self._last_errors.ended(record)
 
-    def _count_key(self, name: str, used: Used, kind: Kind) -> str:
+    def _count_key(self, name: str, used: UsageSums, kind: Kind) -> str:
         """Returns the name under which the key is counted."""
         if name not in self._names:
             if len(self._names) >= MAX_KEYS:

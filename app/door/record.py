@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from app.core.key_rules import Spending
 from app.core.outcomes import GONE, LEFT_BEFORE, NO_KEY, OK, Kind, kind_of, told_apart
-from app.core.usage import Usage as Used
-from app.core.usage import Who
+from app.core.usage import UsageSums, Who
 from app.door.asked import MODELS, AnswerRequest
 from app.door.models import Model
 from app.policy.decision import Decision, RouteRequest
@@ -163,14 +162,14 @@ class RequestRecord:
         return max(0, min(decision.overlap.total, (admitted.num_tokens - 1) // size)) * size
 
     @property
-    def used(self) -> tuple[Who, Used] | None:
+    def used(self) -> tuple[Who, UsageSums] | None:
         """Who sent it, and what counts as used by it, once it has ended; None: its sender is not
         known, or it only asks about models."""
         if self.outcome == NO_KEY or self.path.startswith(MODELS):
             return None
         tenant = self.request.tenant if self.request else ""
         usage, kind = self.usage, kind_of(self.outcome)
-        return Who(self.key_name, tenant, self.model_name), Used(
+        return Who(self.key_name, tenant, self.model_name), UsageSums(
             requests=1,
             failed=int(kind in (Kind.ENGINE, Kind.CUT)),
             refused=int(kind is Kind.REFUSED),

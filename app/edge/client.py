@@ -47,7 +47,7 @@ SHOWN = b"x-kvroute-"
 """Headers that say where an answer comes from begin so."""
 
 
-class Client(http.Client):
+class Client(http.Exchange):
     """A request to a replica, and the client that waits for its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, replica: Services) -> None:

@@ -56,7 +56,7 @@ from app.http.errors import (
 )
 
 
-class Ending(NamedTuple):
+class ErrorOutcome(NamedTuple):
     """What metrics and logs have of how a request ended. status: answered, unless an answer had
     begun."""
 
@@ -80,7 +80,7 @@ FRAMEWORK_ERRORS = (
     ("internal", 500, "An unforeseen error; the router's log has it."),
 )
 """Code, status and meaning of the errors that are no KvrouteError."""
-GONE = Ending(499, outcomes.GONE, "client")
+GONE = ErrorOutcome(499, outcomes.GONE, "client")
 
 ERRORS: Mapping[type[Exception], Meaning] = {
     **OF_ALL_SERVERS,
@@ -135,16 +135,18 @@ def dialect_of(path: str) -> Dialect:
     return Dialect.OURS
 
 
-def ending_of(error: BaseException) -> Ending:
+def ending_of(error: BaseException) -> ErrorOutcome:
     """How a request at a path of OpenAI's or Anthropic's ended by `error`."""
     if isinstance(error, asyncio.CancelledError | ClientDisconnect):
         return GONE
     if isinstance(error, ClientStalled):
-        return Ending(GONE.status, "client_stalled", "router")
+        return ErrorOutcome(GONE.status, "client_stalled", "router")
     if not isinstance(error, Exception):
-        return Ending(500, INTERNAL.code, "router")
+        return ErrorOutcome(500, INTERNAL.code, "router")
     status, code, kind = meaning_of(error)
-    return Ending(400 if status == 422 else status, OF_OPENAI.get(code, code) or kind, "router")
+    return ErrorOutcome(
+        400 if status == 422 else status, OF_OPENAI.get(code, code) or kind, "router"
+    )
 
 
 def reason_of(error: Exception) -> str:

@@ -25,7 +25,7 @@ STALLED_S = 300.0
 
 
 CLIENT = "kvroute.client"
-"""Key in a request's scope: its Client."""
+"""Key in a request's scope: its Exchange."""
 
 
 class watched:  # noqa: N801 - used like asyncio.timeout
@@ -59,7 +59,7 @@ class ClientStalled(KvrouteError):
     """A client has taken nothing of its answer for too long."""
 
 
-class Client(Request):
+class Exchange(Request):
     """A request, and the client that waits for its answer.
 
     about: headers of every answer. key_name: of the key that opened the server; "": none was
@@ -164,7 +164,7 @@ class Route(routing.Route):
         self.app = app
 
 
-async def routed(router: ASGIApp, client: Client) -> None:
+async def routed(router: ASGIApp, client: Exchange) -> None:
     """Has the route of a client's path answer. Raises HTTPException if there is none."""
     client.scope[CLIENT] = client
     await router(client.scope, client.receive, client.say)

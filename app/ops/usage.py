@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from app.core.keys import Keyspace
-from app.core.usage import BY, HOUR_MS, Usage, Who, added_up, cached_share
+from app.core.usage import BY, HOUR_MS, UsageSums, Who, added_up, cached_share
 from app.ops.terminal import TIMEOUT_S, Answer, answering, text_table
 from app.options import Command
 from app.state import usage as stored
@@ -19,7 +19,7 @@ from app.state.scripts import ScriptRunner
 
 SINCE = re.compile(r"([1-9]\d{0,3})([hd])")
 MOST_HOURS = 3660 * 24
-Rows = Sequence[tuple[Who, Usage]]
+Rows = Sequence[tuple[Who, UsageSums]]
 
 
 def hours_in(since: str) -> int:
@@ -45,14 +45,14 @@ async def answer(redis: RedisClient, keyspace: Keyspace, by: str, hours: int) ->
     """Returns the sums of the last hours, for JSON. Raises RedisUnavailable."""
     rows = [row for some in await by_hour(redis, keyspace, hours) for row in some]
     sums = added_up(rows, by)
-    total = Usage()
+    total = UsageSums()
     for one in sums.values():
         total = total.plus(one)
     shown = [{"name": name} | as_dict(one) for name, one in sums.items()]
     return {"by": by, "hours": hours, "rows": shown, "total": as_dict(total)}
 
 
-def as_dict(usage: Usage) -> dict[str, Any]:
+def as_dict(usage: UsageSums) -> dict[str, Any]:
     """Returns the counts by name, and the share of the prompts that was cached."""
     share = cached_share(usage)
     return usage._asdict() | {"cached_share": None if share is None else round(share, 4)}

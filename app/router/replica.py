@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
-from app.core.usage import HOUR_MS, OTHER, Usage, Who
+from app.core.usage import HOUR_MS, OTHER, UsageSums, Who
 from app.router.fleet import Fleet
 from app.router.limiter import Limiter
 from app.router.metrics import Telemetry
@@ -37,7 +37,7 @@ class UsageTally:
         self._redis_now_ms = redis_now_ms
         self._process = random_hex(4)
         self._number = 0
-        self._sums: dict[Who, Usage] = {}
+        self._sums: dict[Who, UsageSums] = {}
         self._call: Call[bool] | None = None
         """Call that Redis is being told by, or has not answered."""
         self._is_away = False
@@ -50,10 +50,10 @@ class UsageTally:
             return False
         return time.monotonic() - self._sent_s >= EVERY_S
 
-    def add(self, who: Who, used: Usage) -> None:
+    def add(self, who: Who, used: UsageSums) -> None:
         if who not in self._sums and len(self._sums) >= MAX_WAITING:
             who = Who(OTHER, OTHER, who.model)
-        self._sums[who] = self._sums.get(who, Usage()).plus(used)
+        self._sums[who] = self._sums.get(who, UsageSums()).plus(used)
 
     def take(self) -> Call[bool] | None:
         """Returns the call to send now, after which `told` must follow. None: nothing is to be

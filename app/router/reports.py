@@ -14,7 +14,7 @@ from typing import Any
 
 from app.core.errors import RedisUnavailable
 from app.core.outcomes import Ending
-from app.core.usage import Usage, Who
+from app.core.usage import UsageSums, Who
 from app.core.worker_report import WorkerInfo
 from app.policy.decision import Decision
 from app.policy.kv_lease import kept_s
@@ -201,7 +201,7 @@ class Reports:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SOON_S, self._send)
 
-    def count(self, who: Who, used: Usage) -> None:
+    def count(self, who: Who, used: UsageSums) -> None:
         """Count what a request has used; Redis is told with its end."""
         self._replica.tally.add(who, used)
         if self._counting is None:

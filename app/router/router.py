@@ -24,7 +24,7 @@ from app.core.keys import Keyspace
 from app.core.outcomes import Ending
 from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation, random_hex
-from app.core.usage import Usage, Who
+from app.core.usage import UsageSums, Who
 from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised
 from app.policy.answers import Answer
@@ -304,7 +304,7 @@ class Router:
         """
         self._reports.end(reservation_id, ending=ending, answered=answered, late_ms=late_ms)
 
-    def count(self, who: Who, used: Usage) -> None:
+    def count(self, who: Who, used: UsageSums) -> None:
         """Count what a request has used; Redis is told with its end."""
         self._reports.count(who, used)
 

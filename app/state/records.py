@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import namedtuple
 
 from app.core.loads import LOAD_FIELDS
-from app.core.usage import Usage, Who
+from app.core.usage import UsageSums, Who
 
 ReserveRow = namedtuple(
     "ReserveRow",
@@ -31,5 +31,5 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "prefill_complete": PrefillCompleteRow._fields,
     "release": ReleaseRow._fields,
     "admit": AdmitRow._fields,
-    "count": (*Who._fields, *Usage._fields),
+    "count": (*Who._fields, *UsageSums._fields),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from app.core.keys import Keyspace
-from app.core.usage import Usage, Who
+from app.core.usage import UsageSums, Who
 from app.state.scripts import Call, ScriptRunner, call, command
 
 MAX_FIELDS = 4096
@@ -20,7 +20,7 @@ def count(
     hour: int,
     replica: str,
     number: int,
-    used: Mapping[Who, Usage],
+    used: Mapping[Who, UsageSums],
     *,
     kept_ms: int,
 ) -> Call[bool]:
@@ -33,9 +33,9 @@ def count(
 
 async def read(
     runner: ScriptRunner, keyspace: Keyspace, hours: Iterable[int]
-) -> dict[int, list[tuple[Who, Usage]]]:
+) -> dict[int, list[tuple[Who, UsageSums]]]:
     """Returns the readable usage of each of these hours. Raises RedisUnavailable."""
-    hours, used = list(hours), dict[int, list[tuple[Who, Usage]]]()
+    hours, used = list(hours), dict[int, list[tuple[Who, UsageSums]]]()
     for at in range(0, len(hours), HOURS_AT_ONCE):
         some = hours[at : at + HOURS_AT_ONCE]
         calls = [
@@ -46,16 +46,16 @@ async def read(
     return used
 
 
-def _parsed(reply: list[Any]) -> list[tuple[Who, Usage]]:
+def _parsed(reply: list[Any]) -> list[tuple[Who, UsageSums]]:
     rows = []
     for field, value in zip(reply[::2], reply[1::2], strict=True):
         names, counts = field.decode(errors="replace").split(" ", 2), value.split()
         if (
             len(names) == 3
-            and len(counts) == len(Usage._fields)
+            and len(counts) == len(UsageSums._fields)
             and value.replace(b" ", b"").isdigit()
         ):
             key, tenant, model = names
             who = Who(key if key != NONE else "", tenant if tenant != NONE else "", model)
-            rows.append((who, Usage(*map(int, counts))))
+            rows.append((who, UsageSums(*map(int, counts))))
     return rows

@@ -1,10 +1,10 @@
 import pytest
 
-from app.core.usage import Usage, Who
+from app.core.usage import UsageSums, Who
 from app.state import usage
 
 ANN, TEAM = Who("ann", "acme", "a model"), Who("", "", "m")
-ONE = Usage(requests=1, prompt_tokens=100, cached_tokens=60, output_tokens=7, waited_ms=5)
+ONE = UsageSums(requests=1, prompt_tokens=100, cached_tokens=60, output_tokens=7, waited_ms=5)
 DAY_MS = 86_400_000
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.usage import HOUR_MS, Usage, Who
+from app.core.usage import HOUR_MS, UsageSums, Who
 from app.ops.usage import hours_in
 from app.state import usage
 from app.state.scripts import ScriptRunner
@@ -10,9 +10,9 @@ from tests.fake_worker import KEYS
 from tests.ops.test_explain_on_redis import as_json, kvroute
 
 USED = {
-    Who("ann", "acme", "m"): Usage(3, 1, 0, 2000, 1500, 40, 2500, 1),
-    Who("", "acme", "m"): Usage(requests=1),
-    Who("", "", "other model"): Usage(requests=2, refused=2),
+    Who("ann", "acme", "m"): UsageSums(3, 1, 0, 2000, 1500, 40, 2500, 1),
+    Who("", "acme", "m"): UsageSums(requests=1),
+    Who("", "", "other model"): UsageSums(requests=2, refused=2),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from app.core.errors import InvalidRequest, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.client import Client
+from app.http.client import Exchange
 from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
@@ -47,7 +47,7 @@ def add_chat(app: WorkerApp, served: ServedEngine, source: str) -> None:
     app.add("POST", "/detokenize", chats.detokenize)
     created = now_s()
 
-    async def models(client: Client) -> None:
+    async def models(client: Exchange) -> None:
         cards = [
             {
                 "id": name,
@@ -72,7 +72,7 @@ class _Chats:
         self._served = served
         self._renderer = renderer
 
-    async def complete(self, client: Client) -> None:
+    async def complete(self, client: Exchange) -> None:
         fields = await self._fields(client)
         named = client.raw_headers.get(b"x-request-id")
         if named is not None:
@@ -104,7 +104,7 @@ class _Chats:
         answer = AnswerChoices(writers, ChatForm(request_id, fields), per_prompt=asked.choices)
         await respond(client, answer, streams=asked.stream)
 
-    async def tokenize(self, client: Client) -> None:
+    async def tokenize(self, client: Exchange) -> None:
         fields = await self._fields(client)
         if "messages" in fields:
             ids = np.frombuffer(await self._rendered(fields), "<u4").tolist()
@@ -116,7 +116,7 @@ class _Chats:
         limit = self._served.engine.max_context_tokens
         await client.answer({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
-    async def detokenize(self, client: Client) -> None:
+    async def detokenize(self, client: Exchange) -> None:
         fields = await self._fields(client)
         ids, tokenizer = fields.get("tokens"), self._tokenizer("tokens")
         if isinstance(ids, list) and not ids:
@@ -135,7 +135,7 @@ class _Chats:
             raise InvalidRequest(field, "this worker has no tokenizer")
         return self._served.tokenizer
 
-    async def _fields(self, client: Client) -> dict[str, Any]:
+    async def _fields(self, client: Exchange) -> dict[str, Any]:
         """Raises InvalidRequest."""
         names = self._served.names
         raw = await client.read(MAX_BODY_BYTES)

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from app.core.errors import InvalidRequest, PromptTooLarge, Unauthorized, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.client import EVENTS, JSON, Client, ClientStalled, Route, routed
+from app.http.client import EVENTS, JSON, ClientStalled, Exchange, Route, routed
 from app.http.errors import (
     INTERNAL,
     OF_ALL_SERVERS,
@@ -102,7 +102,7 @@ class WorkerApp:
         self.add("GET", METRICS, self._metrics)
         self.add("POST", "/v1/completions", self._complete)
 
-    def add(self, method: str, path: str, endpoint: Callable[[Client], Awaitable[None]]) -> None:
+    def add(self, method: str, path: str, endpoint: Callable[[Exchange], Awaitable[None]]) -> None:
         self._router.routes.append(Route(method, path, endpoint))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +110,7 @@ class WorkerApp:
             await self._router(scope, receive, send)
             return
         scope["app"] = self  # so that the router raises where it has no path
-        client = Client(scope, receive, send)
+        client = Exchange(scope, receive, send)
         try:
             # Its name tells no caller from another: all routers have the same key.
             self._keys.check(scope["path"], scope["headers"])
@@ -120,7 +120,7 @@ class WorkerApp:
         except Exception as error:
             await self._fail(client, error)
 
-    async def _fail(self, client: Client, error: Exception) -> None:
+    async def _fail(self, client: Exchange, error: Exception) -> None:
         if ERRORS.meaning_of(error) is INTERNAL:
             log.error("%s failed", client.scope["path"], exc_info=error)
         if client.status:
@@ -129,17 +129,17 @@ class WorkerApp:
         status, headers, body = ERRORS.answer_to(error, Dialect.OURS)
         await client.answer_whole(body, status, JSON, *headers)
 
-    async def _health(self, client: Client) -> None:
+    async def _health(self, client: Exchange) -> None:
         if self._served.engine.running:
             await client.answer({"status": "ok"})
         else:
             await client.answer({"status": "the engine is not running"}, 503)
 
-    async def _metrics(self, client: Client) -> None:
+    async def _metrics(self, client: Exchange) -> None:
         kind = (b"content-type", CONTENT_TYPE_LATEST.encode())
         await client.answer_whole(generate_latest(self._collected), 200, kind)
 
-    async def _complete(self, client: Client) -> None:
+    async def _complete(self, client: Exchange) -> None:
         served = self._served
         fields, prompts = await _read(client, served)
         check_members(fields, _COMPLETION)
@@ -150,7 +150,7 @@ class WorkerApp:
             await respond(client, _completion(served, prompts, asked), streams=asked.stream)
 
 
-async def respond(client: Client, answer: AnswerChoices, *, streams: bool) -> None:
+async def respond(client: Exchange, answer: AnswerChoices, *, streams: bool) -> None:
     """Send the answer, as a stream if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
@@ -173,7 +173,7 @@ async def respond(client: Client, answer: AnswerChoices, *, streams: bool) -> No
 
 
 async def hand_on(
-    client: Client, served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
+    client: Exchange, served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
 ) -> None:
     """Keep what is held of a prompt for another worker, and say where. Raises InvalidRequest."""
     check_travels(served, asked, len(prompts))
@@ -192,7 +192,7 @@ def _completion(
     return AnswerChoices(writers, form, per_prompt=asked.choices)
 
 
-async def _read(client: Client, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
+async def _read(client: Exchange, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
     """The members of a body, and the prompts in it."""
     is_raw = client.raw_headers.get(b"content-type", b"").lower().startswith(RAW_TOKENS)
     if is_raw:
