@@ -7,6 +7,8 @@ MAX_COUNT = 10**12
 """Largest number that a worker registers."""
 MAX_MEASURED = 1e15
 """Largest number that a worker measures: what is computed from such values stays finite."""
+MAX_RANKS = 100_000
+"""Data-parallel ranks of an engine: WorkerKey takes five digits."""
 MAX_KV_HOSTS = 16
 MAX_ANSWER_BYTES = 32 << 20
 """Bytes of an engine's answer to its agent: Prometheus text is 60 KB a rank."""

@@ -47,9 +47,11 @@ def said(help_text: str, default: Any = MISSING, **about: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **about})
 
 
-def items_of(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item, ...]:
-    """Returns the fields of `cls`. prefix: of their names in Redis and gauges. gauges: all have
-    one."""
+def items_of(
+    cls: type, prefix: str = "", *, gauges: bool = False, **usual: str
+) -> tuple[Item, ...]:
+    """Returns the fields of `cls`. prefix: of names in Redis and gauges. gauges: all have one.
+    usual: members of Item, for fields that do not say them."""
     hints = get_type_hints(cls)
     items = []
     for f in fields(cls):
@@ -68,7 +70,7 @@ def items_of(cls: type, prefix: str = "", *, gauges: bool = False) -> tuple[Item
                 annotation=hints[f.name],
                 kind=kind,
                 default=None if f.default is MISSING else f.default,
-                **(named | f.metadata),
+                **(named | usual | f.metadata),
             )
         )
     return tuple(items)
@@ -98,35 +100,29 @@ class WorkerInfo:
     """Registration of a worker; fixed for one incarnation."""
 
     key: WorkerKey = field(
-        metadata={"help": "<worker_id>:<dp_rank>", "wire": "worker", "answer": "", "text": ""}
+        metadata={"help": "<worker_id>:<dp_rank>", "wire": "worker", "answer": ""}
     )
     address: str = said("base URL of the worker", text="at {}")
-    block_size: int = said("tokens per block", least=1, text="")
+    block_size: int = said("tokens per block", least=1)
     kv_total_blocks: int = said("KV blocks on its device", text="{}", noun="block")
     max_requests: int = said(
         "with so many requests reserved at once the worker is full", text="up to {}", noun="request"
     )
     accelerator: str = said("its GPU, or cpu", "cpu", text="{}")
     reuse_blocks: int = said(
-        "its engine reuses a prompt's blocks only in whole multiples of so many",
-        1,
-        least=1,
-        text="",
+        "its engine reuses a prompt's blocks only in whole multiples of so many", 1, least=1
     )
     recomputed_blocks: int = said(
-        "so many last ones of the blocks that it could reuse its engine computes again", 0, text=""
+        "so many last ones of the blocks that it could reuse its engine computes again", 0
     )
     lookahead_blocks: int = said(
-        "its engine reuses a block only of prompts that go on with so many that follow it there",
-        0,
-        text="",
+        "its engine reuses a block only of prompts that go on with so many that follow it there", 0
     )
     chunk_blocks: int = said(
         "its engine reads what lies in other tiers than its device only in whole multiples of so "
         "many blocks of a prompt",
         1,
         least=1,
-        text="",
     )
     engine: str = said("its engine and that one's version", "", text="{}")
     models: tuple[str, ...] = said(
@@ -136,13 +132,13 @@ class WorkerInfo:
         "names of the adapters that it has loaded", (), text="with adapters {}"
     )
     max_model_len: int = said(
-        "tokens that a prompt and its answer may have together; 0: not known", 0, text=""
+        "tokens that a prompt and its answer may have together; 0: not known", 0
     )
     tokenizer: str = said(
-        "folder or Hugging Face name of the model's tokenizer; empty: not known", "", text=""
+        "folder or Hugging Face name of the model's tokenizer; empty: not known", ""
     )
     tokenizer_hash: str = said(
-        "of the ids that its engine gives for a certain text; empty: not known", "", text=""
+        "of the ids that its engine gives for a certain text; empty: not known", ""
     )
     ill: str = said(
         "why its agent takes its engine to be ill; empty: it is well", "", text="ill: {}"
@@ -165,61 +161,50 @@ class WorkerInfo:
         default=Role.BOTH, metadata={"help": "both, prefill or decode", "text": "for {}"}
     )
     kv_transfer: str = said(
-        "the protocol by which KV travels between it and other workers; empty: by none", "", text=""
+        "the protocol by which KV travels between it and other workers; empty: by none", ""
     )
-    tp_size: int = said("shards that its KV heads are split into", 1, least=1, text="")
+    tp_size: int = said("shards that its KV heads are split into", 1, least=1)
     kv_lease_s: float = said(
-        "seconds that it keeps KV which waits to be fetched; 0: not known", 0.0, text=""
+        "seconds that it keeps KV which waits to be fetched; 0: not known", 0.0
     )
     engine_life: str = said(
         "another one once its engine has begun anew, or dropped all KV; empty: not known",
         "",
         answer="",
-        text="",
     )
     engine_id: str = said(
         "which rank of which engine it is: another worker of the same one gets no requests; empty: "
         "not known",
         "",
         answer="",
-        text="",
     )
     kv_fingerprint: tuple[str, ...] = said(
         "what must be equal for its KV to be right in another engine, each as name=value, ? where "
         "its engine does not tell; empty: none of it is known",
         (),
         answer="",
-        text="",
     )
     kv_compatible: str = said(
         "under which name operators say that its KV is right in others; empty: under none",
         "",
         answer="",
-        text="",
     )
     revision: str = said(
         "of its engine: KV travels between engines of one alone; empty: it was not told",
         "",
         answer="",
-        text="",
     )
     kv_hosts: tuple[str, ...] = said(
-        "where its KV may be fetched, besides the host of its address", (), answer="", text=""
+        "where its KV may be fetched, besides the host of its address", (), answer=""
     )
     bootstrap_port: int = said(
-        "of the bootstrap server at which others meet it, beside SGLang; 0: none",
-        0,
-        answer="",
-        text="",
+        "of the bootstrap server at which others meet it, beside SGLang; 0: none", 0, answer=""
     )
     host_total_blocks: int = said(
-        "KV blocks that its host tier holds; 0: it has none, or that is not known",
-        0,
-        answer="",
-        text="",
+        "KV blocks that its host tier holds; 0: it has none, or that is not known", 0, answer=""
     )
     event_addresses: tuple[str, ...] = said(
-        "where its agent hears KV events, and where it asks for missed ones", (), answer="", text=""
+        "where its agent hears KV events, and where it asks for missed ones", (), answer=""
     )
 
     @property
@@ -244,17 +229,21 @@ class ForwardPassMetrics:
     gpu_cache_usage_perc and gpu_prefix_cache_hit_rate are fractions, 0-1, despite the name.
     """
 
-    request_active_slots: int = said("requests running in the engine", 0, answer="")
-    request_total_slots: int = said("requests that may run at once", 0, answer="")
+    request_active_slots: int = said("requests running in the engine", 0)
+    request_total_slots: int = said("requests that may run at once", 0)
     kv_active_blocks: int = said(
         "distinct KV blocks that a worker's running requests use, as it reports",
         0,
         gauge="kv_active_blocks",
+        answer="kv_active_blocks",
     )
     # Answers have what was registered.
-    kv_total_blocks: int = said("KV blocks on its device", 0, answer="")
+    kv_total_blocks: int = said("KV blocks on its device", 0)
     num_requests_waiting: int = said(
-        "requests waiting in a worker, as it reports", 0, gauge="requests_waiting"
+        "requests waiting in a worker, as it reports",
+        0,
+        gauge="requests_waiting",
+        answer="num_requests_waiting",
     )
     gpu_cache_usage_perc: float = said(
         "share of a worker's KV blocks in use, as it reports; 0-1",
@@ -262,55 +251,49 @@ class ForwardPassMetrics:
         answer="gpu_cache_usage",
         gauge="cache_usage",
     )
-    gpu_prefix_cache_hit_rate: float = said("share of prompt tokens that was cached; 0-1", 0.0)
+    gpu_prefix_cache_hit_rate: float = said(
+        "share of prompt tokens that was cached; 0-1", 0.0, answer="gpu_prefix_cache_hit_rate"
+    )
     kv_idle_before_evict_s: float = said(
-        "how long recently evicted blocks had gone unused; 0: none was evicted", 0.0
+        "how long recently evicted blocks had gone unused; 0: none was evicted",
+        0.0,
+        answer="kv_idle_before_evict_s",
     )
     late_s: float = said(
         "for so long its engine keeps others waiting, for a sign of life or a token",
         0.0,
         gauge="late_seconds",
+        answer="late_s",
     )
     kv_leases_ended: int | None = said(
         "leases on KV for others that ended before all was fetched, since its engine began",
         None,
-        answer="",
         gauge="kv_leases_ended",
     )
     kv_fetched_late: int | None = said(
         "fetches of KV that its engine heard of after their lease had ended, since it began",
         None,
-        answer="",
         gauge="kv_fetched_late",
     )
     kv_transfers: int | None = said(
-        "transfers of KV from others to its engine, since that began",
-        None,
-        answer="",
-        gauge="kv_transfers",
+        "transfers of KV from others to its engine, since that began", None, gauge="kv_transfers"
     )
     kv_transfers_failed: int | None = said(
-        "of them, those that failed", None, answer="", gauge="kv_transfers_failed"
+        "of them, those that failed", None, gauge="kv_transfers_failed"
     )
-    engine_steps: int | None = said(
-        "steps of its engine since that began, where KV travels", None, answer=""
-    )
-    device_blocks: int | None = said("blocks that it shows on its device", None, answer="")
-    host_blocks: int | None = said("blocks that it shows in host memory", None, answer="")
-    disk_blocks: int | None = said("blocks that it shows on disk", None, answer="")
+    engine_steps: int | None = said("steps of its engine since that began, where KV travels", None)
+    device_blocks: int | None = said("blocks that it shows on its device", None)
+    host_blocks: int | None = said("blocks that it shows in host memory", None)
+    disk_blocks: int | None = said("blocks that it shows on disk", None)
     reserved_requests: int | None = said(
-        "requests that routers had reserved on it when its engine's were counted", None, answer=""
+        "requests that routers had reserved on it when its engine's were counted", None
     )
-    reserved_decoding: int | None = said(
-        "those of them that were past their first token", None, answer=""
-    )
-    reserved_blocks: int | None = said("KV blocks of their prompts", None, answer="")
+    reserved_decoding: int | None = said("those of them that were past their first token", None)
+    reserved_blocks: int | None = said("KV blocks of their prompts", None)
     read_s_ago: float | None = said(
-        "for how long its agent had known all this when it reported", None, answer=""
+        "for how long its agent had known all this when it reported", None
     )
-    mean_prefill_tokens: float | None = said(
-        "tokens that its engine computes of a prompt", None, answer=""
-    )
+    mean_prefill_tokens: float | None = said("tokens that its engine computes of a prompt", None)
 
     @property
     def num_requests(self) -> int:
@@ -398,8 +381,8 @@ class GpuReadings:
         return {name: value for name, value in values if value is not None}
 
 
-INFO = items_of(WorkerInfo)
-METRICS = items_of(ForwardPassMetrics)
+INFO = items_of(WorkerInfo, text="")
+METRICS = items_of(ForwardPassMetrics, answer="")
 SPEED = items_of(Speed)
 GPU = items_of(GpuReadings, GPU_PREFIX, gauges=True)
 DEFAULT_SPEED = Speed()
