@@ -22,11 +22,7 @@ def test_a_prompt_of_the_longest_length_accepted_reaches_few_positions():
 
 
 def test_owners_are_read_as_incarnation_and_tier():
-    assert parse_owners(b"1d2h11k") == (
-        (ONE, Tier.DEVICE),
-        (TWO, Tier.HOST),
-        (ELEVEN, Tier.DISK),
-    )
+    assert parse_owners(b"1d2h11k") == ((ONE, Tier.DEVICE), (TWO, Tier.HOST), (ELEVEN, Tier.DISK))
 
 
 def test_malformed_owners_are_ignored():

@@ -39,8 +39,7 @@ def test_names_over_a_limit_are_left_out_and_told(field, said, kept):
 
 
 @pytest.mark.parametrize(
-    ("said", "counts"),
-    [(0, 0), (-1, 0), (MAX_COUNT, MAX_COUNT), (MAX_COUNT + 1, MAX_COUNT)],
+    ("said", "counts"), [(0, 0), (-1, 0), (MAX_COUNT, MAX_COUNT), (MAX_COUNT + 1, MAX_COUNT)]
 )
 def test_a_number_over_its_limit_counts_as_that(said, counts):
     info = decode_info(encode_info(worker_info("w", max_model_len=said), 3000))

@@ -73,12 +73,7 @@ CHUNKED = (
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        lines(1000, 100),
-        lines(100_000, 12),
-        b"x: " + b"v" * 10_000_000,
-        b"x" * 10_000_000,
-    ],
+    [lines(1000, 100), lines(100_000, 12), b"x: " + b"v" * 10_000_000, b"x" * 10_000_000],
     ids=["many", "small", "one large value", "one large name"],
 )
 async def test_headers_over_64_kib_are_refused(headers):

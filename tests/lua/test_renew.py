@@ -350,7 +350,6 @@ async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space):
     snapshot = await space.loads()
     assert (list(snapshot.loads), snapshot.lapsed) == ([well], {ill})
     refused = await space.reserve(ill, "r2")
-    assert refused is not None
     assert refused.reason == "lapsed"
     assert await space.retire_lapsed(grace_ms=5_000) == 0
     assert await space.renew(ill)

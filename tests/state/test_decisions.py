@@ -60,7 +60,6 @@ def test_the_candidates_of_a_decision_are_read_as_they_were_written(max_queue_s)
     workers = ["w0:0", "w1:0", "w2:1"]
     seen = ChoiceInputs(workers, 1, Candidates(*matrix), eligible, affinity, others)
     found = decode(encode(record("r1", CHAIN, seen))).seen
-    assert found is not None
     assert (found.workers, found.block_size) == (seen.workers, 1)
     assert (found.eligible, found.affinity) == (eligible, affinity)
     assert {name: term.tolist() for name, term in found.others.items()} == {
@@ -129,11 +128,7 @@ async def test_records_are_read_page_by_page_the_latest_first_without_corrupted_
     redis, monkeypatch
 ):
     monkeypatch.setattr(decisions, "PAGE", 2)
-    spoilt = {
-        1: {"policy": "spoilt"},
-        2: {"overlap": 1},
-        3: {"tries": ABSENT},
-    }
+    spoilt = {1: {"policy": "spoilt"}, 2: {"overlap": 1}, 3: {"tries": ABSENT}}
     for n in range(6):
         entry = changed(record(f"r{n}", CHAIN), **spoilt.get(n, {}))
         await redis.xadd(KEYS["decisions"], {decisions.FIELD: entry})

@@ -152,10 +152,7 @@ def test_adjacent_samples_leave_no_gap():
 
 def test_what_is_read_in_a_gap_becomes_runs():
     owners = [b"1d2d", b"1d2d", b"1d", None, None]
-    assert list(_within(Gap(17, 22, b""), owners)) == [
-        Run(17, 19, b"1d2d"),
-        Run(19, 20, b"1d"),
-    ]
+    assert list(_within(Gap(17, 22, b""), owners)) == [Run(17, 19, b"1d2d"), Run(19, 20, b"1d")]
 
 
 def test_whoever_holds_what_follows_a_gap_holds_what_could_not_be_read_in_it():

@@ -18,10 +18,7 @@ from tests.redis_servers import each_kind, require_redis, stopped
 
 KEYS = Keyspace("test")
 REGISTER = leases.register(
-    KEYS,
-    WorkerInfo(WorkerKey("a"), "http://a", 4, 1000, 256),
-    "nonce",
-    ttl_ms=60_000,
+    KEYS, WorkerInfo(WorkerKey("a"), "http://a", 4, 1000, 256), "nonce", ttl_ms=60_000
 )
 ACTIVATE = leases.activate(KEYS, WorkerKey("a"), Incarnation(1), "nonce")
 LOADS = reservations.loads(KEYS)

@@ -64,11 +64,7 @@ BODIES = [
     {"messages": [USER]},
     {"messages": [SYSTEM, USER, ANSWER, {"role": "user", "content": "Größe? 你好 🙂\r\n\tnaïve"}]},
     {"messages": [USER], "add_generation_prompt": False},
-    {
-        "messages": [USER, ANSWER],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    },
+    {"messages": [USER, ANSWER], "add_generation_prompt": False, "continue_final_message": True},
     {
         "messages": [USER, {"role": "assistant", "content": text("One", "two")}],
         "add_generation_prompt": False,

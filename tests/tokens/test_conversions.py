@@ -44,10 +44,7 @@ def said(*blocks, role="user"):
         (said({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "media"),
         (said({"type": "tool_use", "id": "a", "name": "f", "input": []}), "media"),
         (said({"type": "tool_use", "name": "f", "input": {}}, role="assistant"), "message"),
-        (
-            said({"type": "tool_use", "id": "a", "input": {"n": 1e20}}, role="assistant"),
-            "tools",
-        ),
+        (said({"type": "tool_use", "id": "a", "input": {"n": 1e20}}, role="assistant"), "tools"),
         ({"messages": [USER], "thinking": {"type": "forced"}}, "reasoning_effort"),
         ({"messages": [USER], "thinking": 7}, "reasoning_effort"),
         ({"messages": [USER], "output_config": 7}, "refused"),

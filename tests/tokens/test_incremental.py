@@ -58,10 +58,7 @@ TEXTS = st.lists(PIECES, max_size=30).map("".join)
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("min_part_bytes", [1, 24])
-@settings(
-    max_examples=30,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.integers(0, 4_000), st.booleans())
 def test_a_growing_text_has_the_ids_from_scratch_at_every_turn(
     monkeypatch, name, min_part_bytes, turns, max_bytes, special

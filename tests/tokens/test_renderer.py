@@ -11,13 +11,7 @@ import pytest
 import tokenizers
 
 from app.core.hashing import PROBE, hash_of_probe, token_bytes
-from app.tokens import (
-    Overloaded,
-    TokenizerThreads,
-    TokenizerUnavailable,
-    Unrenderable,
-    load,
-)
+from app.tokens import Overloaded, TokenizerThreads, TokenizerUnavailable, Unrenderable, load
 from app.tokens import messages as messages_module
 from app.tokens import renderer as renderer_module
 from app.tokens import templates as templates_module
@@ -247,11 +241,7 @@ def test_a_model_is_found_by_name_in_the_local_cache(tmp_path):
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text(revision)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from app.tokens import load; print(load('org/qwen').fingerprint)",
-        ],
+        [sys.executable, "-c", "from app.tokens import load; print(load('org/qwen').fingerprint)"],
         env={**os.environ, "HF_HOME": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
