@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 
 HIT_RATE_WINDOW = 1000
-"""Requests over which the hit rate is measured."""
 WINDOW = 200
 """Blocks, about so many of the latest ones, that make up most of the mean."""
 

@@ -190,11 +190,9 @@ class BlockLost(KvrouteError):
 
 
 class NotEnoughBlocks(KvrouteError):
-    """A request needs more slots of a tier than are free; it was given none.
-
-    kept: how many slots, idle or leaving, hold what the request would share. Evicting them would
-    make it need as many more.
-    """
+    """A request needs more slots of a tier than are free; it was given none. kept: how many slots,
+    idle or leaving, hold what the request would share. Evicting them would make it need as many
+    more."""
 
     def __init__(self, needed: int, free: int, kept: int = 0) -> None:
         super().__init__(f"not enough blocks: {needed} needed, {free} free")
@@ -223,7 +221,6 @@ class PromptTooLarge(RoutingError):
 
 class AllWorkersBusy(RoutingError):
     """No eligible worker can take another request now, or could while this one waited.
-
     retry_after_s: predicted time until the worker with the shortest queue has prefilled all of it.
     """
 

@@ -10,10 +10,8 @@ from app.core.types import SequenceHash, Tier
 @dataclass(frozen=True, slots=True)
 class Stored:
     """`blocks` (a chain, in prompt order) are now in `tier`; the first one's parent is `parent`.
-
-    parent is None if the chain starts at the root. A block may be in several tiers at once.
-    Storing a block again is harmless.
-    """
+    parent is None if the chain starts at the root. A block may be in several tiers at once. Storing
+    a block again is harmless."""
 
     blocks: tuple[SequenceHash, ...]
     parent: SequenceHash | None

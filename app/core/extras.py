@@ -12,11 +12,9 @@ OURS = frozenset(("app", "lua", "workers", "loadtest", "deploy"))
 
 @contextmanager
 def extra(name: str, reason: str = "") -> Iterator[None]:
-    """Wraps an import that only this extra of pyproject.toml makes possible.
-
-    reason: what asks for the package, if no command does. Raises MissingPackage in place of
-    ModuleNotFoundError. tests/test_extras.py finds imports of extras that are not wrapped.
-    """
+    """Wraps an import that only this extra of pyproject.toml makes possible. reason: what asks for
+    the package, if no command does. Raises MissingPackage in place of ModuleNotFoundError.
+    tests/test_extras.py finds imports of extras that are not wrapped."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -53,4 +53,3 @@ class Failure:
 
 
 REPORTED = Failure("reported", weight=0.0, counts=Counts.CALLER)
-"""Failure reported by a client that carries its requests itself."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from app.core.types import WorkerKey
 
 NIXL = "nixl"
-"""Protocol of vLLM's NixlConnectors, whose sources keep KV for a time."""
 AHEAD_MS = 1000
 """Milliseconds before a fetch's lease may end at which Redis tells of it: no lease is shorter."""
 _RECORD = re.compile(rb"(\S+) (\S+) (\S+) (\S+) (\d+)")
@@ -16,11 +15,9 @@ _RECORD = re.compile(rb"(\S+) (\S+) (\S+) (\S+) (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A target's fetch for one request.
-
-    until_ms: Redis clock; KV that is fetched later may belong to other prompts. source_life,
-    target_life: lives of the engines; "": not known. ended: leases that had ended at the source.
-    """
+    """A target's fetch for one request. until_ms: Redis clock; KV that is fetched later may belong
+    to other prompts. source_life, target_life: lives of the engines; "": not known. ended: leases
+    that had ended at the source."""
 
     source: WorkerKey
     target: WorkerKey

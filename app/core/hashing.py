@@ -41,11 +41,8 @@ def seed_for(lora_name: str | None = None, cache_namespace: str | None = None) -
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Returns `tokens` as little-endian u32.
-
-    Raises InvalidRequest if one is not an integer in [0, 2^32), or raw bytes are not a whole number
-    of u32.
-    """
+    """Returns `tokens` as little-endian u32. Raises InvalidRequest if one is not an integer in [0,
+    2^32), or raw bytes are not a whole number of u32."""
     if isinstance(tokens, bytes):
         if len(tokens) % 4:
             raise InvalidRequest("token_ids", f"{len(tokens)} bytes are not a whole number of u32")
@@ -80,12 +77,9 @@ def compute_local_hashes(
     eagle: bool = False,
     mm_hashes: Sequence[Iterable[int]] | None = None,
 ) -> list[LocalHash]:
-    """Returns one hash per full block, in prompt order.
-
-    eagle: a block's window is `block_size + 1` tokens; the stride stays `block_size`.
-    mm_hashes: for each full block, the u64 content hashes of the multimodal items that touch it.
-    Raises InvalidRequest for bad tokens (see `token_bytes`).
-    """
+    """Returns one hash per full block, in prompt order. eagle: a block's window is `block_size + 1`
+    tokens; the stride stays `block_size`. mm_hashes: for each full block, the u64 content hashes of
+    the multimodal items that touch it. Raises InvalidRequest for bad tokens (see `token_bytes`)."""
     raw = token_bytes(tokens)
     stride = 4 * block_size
     window = stride + 4 * eagle
@@ -134,7 +128,6 @@ PROBE = (
     "Größe, naïveté, Ελλάδα, Привет, 你好世界, こんにちは, 안녕하세요, שלום, नमस्ते 🙂👩‍💻\r\n"
     "<s></s><|endoftext|><|im_start|>user<|eot_id|>[INST]   \u00a0…"
 )
-"""Text whose ids tell tokenizers apart."""
 
 
 def hash_of_probe(ids: Sequence[int]) -> str:

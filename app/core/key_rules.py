@@ -94,12 +94,9 @@ class KeyRules:
 
 @dataclass(slots=True, eq=False)
 class Spending:
-    """A request's share of its key's limits, from its first decision to its end.
-
-    tokens, uncached: estimates, taken once the request is let in. left: of requests and tokens
-    then, by limit; -1: no limit. refused: why the request is not let in. is_owed: nothing was
-    taken, as Redis was away.
-    """
+    """A request's share of its key's limits, from its first decision to its end. tokens, uncached:
+    estimates, taken once the request is let in. left: of requests and tokens then, by limit; -1: no
+    limit. refused: why the request is not let in. is_owed: nothing was taken, as Redis was away."""
 
     rules: KeyRules
     tokens: int = 0
@@ -112,10 +109,8 @@ class Spending:
 
 
 class RateLimited(RoutingError):
-    """Refusal, for now, by a key's limits.
-
-    limit: the one that refuses. left: of requests and tokens, by limit; -1: no limit.
-    """
+    """Refusal, for now, by a key's limits. limit: the one that refuses. left: of requests and
+    tokens, by limit; -1: no limit."""
 
     outcome = "limited"
 

@@ -84,15 +84,12 @@ SHARD_KEY_TYPES = {
     "predicted:": "hash",
     "routed:": "hash",
 }
-"""Key, or prefix of a family, of each shard of the index -> Redis type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """Keys of one namespace, or, with `shard`, of one shard of its index.
-
-    Raises ConfigError for a name that cannot be a hash tag.
-    """
+    """Keys of one namespace, or, with `shard`, of one shard of its index. Raises ConfigError for a
+    name that cannot be a hash tag."""
 
     namespace: str
     shard: int | None = None

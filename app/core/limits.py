@@ -4,7 +4,6 @@ left out and reported, and the rest counts. docs/engines.md has the same table."
 MAX_NAMES, MAX_NAME = 256, 256
 """Models, adapters or findings that a worker registers, and the characters of each."""
 MAX_COUNT = 10**12
-"""Largest number that a worker registers."""
 MAX_MEASURED = 1e15
 """Largest number that a worker measures: what is computed from such values stays finite."""
 MAX_RANKS = 100_000
@@ -13,8 +12,6 @@ MAX_KV_HOSTS = 16
 MAX_ANSWER_BYTES = 32 << 20
 """Bytes of an engine's answer to its agent: Prometheus text is 60 KB a rank."""
 MAX_ENGINES = 64
-"""Engines of one agent process."""
 MAX_ENGINES_BYTES = 1 << 20
-"""Bytes of the file that --engines names."""
 MAX_MODELS, MAX_NAMESPACES = 10_000, 32
 """Names of models in all namespaces together, and namespaces that may claim one name."""

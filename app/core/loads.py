@@ -23,11 +23,9 @@ MEMORY_ROUNDS = 16
 
 @dataclass(slots=True)
 class Load:
-    """Reservations on one incarnation. A router adds its own decisions to its copy.
-
-    head_*: of the request prefilling now, which is the oldest one without a first token. routed_*,
-    sending_*, receiving_*: history that fades or passes, never given back, and so not compared.
-    """
+    """Reservations on one incarnation. A router adds its own decisions to its copy. head_*: of the
+    request prefilling now, which is the oldest one without a first token. routed_*, sending_*,
+    receiving_*: history that fades or passes, never given back, and so not compared."""
 
     prefill_tokens: int = 0
     prefill_us: int = 0
@@ -152,7 +150,6 @@ class Reservation:
     """Tokens to be computed: the prompt less what is cached. 0: blocks are held for another worker.
     """
     prefill_us: int
-    """Predicted time to compute them, µs."""
     blocks: int
     attempt: str = "-"
     """`<began, ms>-<tag>`, without spaces: when the try began, Redis clock, and a tag that tells it
@@ -197,7 +194,6 @@ class Snapshot:
     workers_ms: int | None = None
     """Time of the last registration or repair of an incarnation, ms; None: not asked."""
     shards: int | None = None
-    """Shards of the namespace's index; None: not asked."""
     changed: set[bytes] = field(default_factory=set)
     """Incarnations, as written in Redis, whose load or registration has changed, and perhaps
     others. The reader empties the set; until then, the same caller's later snapshots name them too.
@@ -209,7 +205,6 @@ class Snapshot:
     unreadable: frozenset[Incarnation] = frozenset()
     """Live incarnations whose loads are missing, damaged, or written by another release."""
     marks: MarksByWorker = field(default_factory=MarksByWorker)
-    """Marks against workers; empty if not asked."""
     fetches: Sequence[Fetch] = ()
     """Fetches whose lease may end before long, or has ended; empty if not asked."""
 

@@ -89,10 +89,8 @@ def of_refusal(status: int, *, is_failure: bool, is_full: bool) -> str:
 @dataclass(slots=True)
 class Ending:
     """Figures of a request that ended. Raises ValueError for numbers that no answer has.
-
     output_tokens: at least 1. ttft_ms: from the request to its first token; None: unknown.
-    ended_ms: by the Redis clock; 0: unknown.
-    """
+    ended_ms: by the Redis clock; 0: unknown."""
 
     output_tokens: int
     ttft_ms: int | None = None

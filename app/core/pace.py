@@ -7,10 +7,8 @@ from collections import Counter, defaultdict
 
 
 class Pace:
-    """Limit of `per_s` events a second, evenly spaced; a large event counts as several.
-
-    per_s: 0 allows none. Times are those of any one clock, in seconds.
-    """
+    """Limit of `per_s` events a second, evenly spaced; a large event counts as several. per_s: 0
+    allows none. Times are those of any one clock, in seconds."""
 
     def __init__(self, per_s: float) -> None:
         self._pause_s = 1 / per_s if per_s else math.inf
@@ -51,7 +49,6 @@ class Paces:
         return None
 
     def _forget(self, now_s: float) -> None:
-        """Drops causes that could happen again, which are as good as new."""
         for cause in [cause for cause, limit in self._limits.items() if limit.is_due(now_s)]:
             del self._limits[cause]
             self._left_out[OTHERS] += self._left_out.pop(cause, 0)

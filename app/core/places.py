@@ -10,7 +10,6 @@ TIMES_WHAT_IS_LEFT = 3
 all of it three sevenths each. So the next holder always finds room."""
 
 _NOTHING = 1e-6
-"""Rounding errors that sums of parts may leave."""
 
 
 class Shares:

@@ -87,10 +87,7 @@ def decode_info(text: bytes | str) -> WorkerInfo:
 
 def read_info(values: Mapping[str, Any]) -> WorkerInfo:
     """Returns the WorkerInfo with these fields; a missing field takes its default, an unknown one
-    is ignored.
-
-    Raises WrongField for the first that is bad, or missing without having a default.
-    """
+    is ignored. Raises WrongField for the first that is bad, or missing without having a default."""
     return WorkerInfo(*(_read(item, values) for item in INFO))
 
 
@@ -138,10 +135,7 @@ def encode_metrics(
 
 def decode_metrics(entry: Mapping[bytes, bytes]) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
     """Returns what `encode_metrics` wrote; a missing field takes its default, an unknown one is
-    ignored.
-
-    Raises ValueError, naming the field, if one is not a number from 0 to MAX_MEASURED.
-    """
+    ignored. Raises ValueError, naming the field, if one is not a number from 0 to MAX_MEASURED."""
     return (
         ForwardPassMetrics(*_numbers(entry, _METRICS_TABLE)),
         Speed(*_numbers(entry, _SPEED_TABLE)),
@@ -153,7 +147,6 @@ _Table = list[tuple[bytes, type[Any], Any]]
 
 
 def _table(items: tuple[Item, ...]) -> _Table:
-    """Returns each item's name in the stream, kind and default."""
     return [(item.wire.encode(), item.kind, item.default) for item in items]
 
 

@@ -22,21 +22,18 @@ ERROR = 0.005
 """Most blocks of a chain, as a fraction, that wrongly look added once all generations are full. No
 block that was added looks as if it were not."""
 FEW = 8
-"""Blocks up to which adding one by one is faster."""
 _PAIRS = [1 << (n & 63) | 1 << (n >> 6) for n in range(4096)]
 _PAIRS_ARRAY = np.array(_PAIRS, dtype=np.uint64)
 """Two bits of a word for each twelve of a hash, whose last bits say which word."""
 
 
 class ChainSketch:
-    """Bloom filter in generations; all bits of a block are in one word. Times: monotonic seconds.
-
-    A caller adds a chain with all of its beginnings, so what is known of a chain ends in one place.
+    """Bloom filter in generations; all bits of a block are in one word. Times: monotonic seconds. A
+    caller adds a chain with all of its beginnings, so what is known of a chain ends in one place.
     """
 
     def __init__(self) -> None:
         self._generations: deque[memoryview] = deque(maxlen=GENERATIONS)
-        """The newest first."""
         self._words: NDArray[np.uint64]
         self._began_s = 0.0
         self._left = 0
@@ -91,12 +88,10 @@ def _bits(block: SequenceHash) -> int:
 
 
 def _further(chain: Sequence[SequenceHash], known: int, older: list[memoryview]) -> int:
-    """Returns the leading blocks that any generation knows; the newest knows `known`."""
     return max((_known(chain, known, words) for words in older), default=known)
 
 
 def _known(chain: Sequence[SequenceHash], least: int, words: memoryview) -> int:
-    """Returns the leading blocks that one generation knows, at least `least`."""
     low, high = least, len(chain)
     # Most look-ups end at one of the ends.
     at = high - 1

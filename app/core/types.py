@@ -56,10 +56,7 @@ def new_id() -> str:
 @lru_cache(maxsize=4096)
 def parse_incarnation(text: bytes) -> Incarnation | None:
     """Returns the incarnation in a key or field of Redis, where anybody may write; None if it is
-    none.
-
-    Cached, because every decision reads those of all workers.
-    """
+    none. Cached, because every decision reads those of all workers."""
     return Incarnation(int(text)) if _INCARNATION.fullmatch(text) else None
 
 
@@ -74,11 +71,8 @@ def checked_request_id(value: object) -> str:
 
 def checked_sent_ms(value: str | None) -> int | None:
     """Returns when a request was sent, ms since 1970, by the sender's clock; None if `value` is
-    empty.
-
-    value: of the header, as proxies write it: `t=1700000000123`, or `t=1700000000.123`. Raises
-    InvalidRequest.
-    """
+    empty. value: of the header, as proxies write it: `t=1700000000123`, or `t=1700000000.123`.
+    Raises InvalidRequest."""
     if not value:
         return None
     match = _SENT.fullmatch(value)

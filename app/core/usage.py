@@ -42,7 +42,6 @@ BY: Mapping[str, Callable[[Who], str]] = {
     "tenant": lambda who: who.tenant or ANONYMOUS,
     "model": lambda who: who.model or "unknown",
 }
-"""Ways to add usage up -> the name that one origin counts under."""
 
 
 def added_up(used: Iterable[tuple[Who, UsageSums]], by: str) -> dict[str, UsageSums]:

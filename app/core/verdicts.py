@@ -71,12 +71,9 @@ SERVING = Verdict(State.SERVING)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One thing that speaks against a worker; times by the Redis clock.
-
-    count, last_ms: failures in a row, and the time of the last. share: failed tries lately, in
-    thousandths, as of at_ms. life: the engine's. late_ms: how much later than predicted first
-    tokens come, as of at_ms.
-    """
+    """One thing that speaks against a worker; times by the Redis clock. count, last_ms: failures in
+    a row, and the time of the last. share: failed tries lately, in thousandths, as of at_ms. life:
+    the engine's. late_ms: how much later than predicted first tokens come, as of at_ms."""
 
     since_ms: int = 0
     until_ms: int = 0

@@ -28,7 +28,6 @@ class Item:
     default: Any
     help: str
     wire: str
-    """Name in Redis."""
     answer: str
     """Name in GET /v1/workers; "": absent."""
     gauge: str
@@ -77,11 +76,9 @@ def items_of(
 
 
 MAX_CONTEXT = 1 << 21
-"""Tokens; no model takes more."""
 UNKNOWN = "?"
 """Value of a fact that an engine does not tell of its KV."""
 GPU_PREFIX = "gpu_"
-"""Prefix of the readings' names in the stream and in gauges."""
 
 
 def as_fingerprint(facts: Mapping[str, str]) -> tuple[str, ...]:
@@ -225,9 +222,7 @@ class WorkerInfo:
 @dataclass(frozen=True, slots=True)
 class ForwardPassMetrics:
     """State of an engine after a step. The wire keeps the field's customary names.
-
-    gpu_cache_usage_perc and gpu_prefix_cache_hit_rate are fractions, 0-1, despite the name.
-    """
+    gpu_cache_usage_perc and gpu_prefix_cache_hit_rate are fractions, 0-1, despite the name."""
 
     request_active_slots: int = said("requests running in the engine", 0)
     request_total_slots: int = said("requests that may run at once", 0)
@@ -316,11 +311,9 @@ class ForwardPassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of a worker, in wall-clock seconds, as learned from its own steps.
-
-    The defaults are near a 70B model on four H100s, with a link of 100 Gbit/s. Being off by 40 %
-    costs a few percent of TTFT.
-    """
+    """Speed of a worker, in wall-clock seconds, as learned from its own steps. The defaults are
+    near a 70B model on four H100s, with a link of 100 Gbit/s. Being off by 40 % costs a few percent
+    of TTFT."""
 
     prefill_s_per_token: float = said("to compute one uncached token", 8.5e-5)
     prefill_s_per_token2: float = said(

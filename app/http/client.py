@@ -25,7 +25,6 @@ STALLED_S = 300.0
 
 
 CLIENT = "kvroute.client"
-"""Key in a request's scope: its Exchange."""
 
 
 class watched:  # noqa: N801 - used like asyncio.timeout
@@ -60,11 +59,9 @@ class ClientStalled(KvrouteError):
 
 
 class Exchange(Request):
-    """A request, and the client that waits for its answer.
-
-    about: headers of every answer. key_name: of the key that opened the server; "": none was
-    needed. raw_headers: the last of each name. status: of the answer; 0: none has begun.
-    """
+    """A request, and the client that waits for its answer. about: headers of every answer.
+    key_name: of the key that opened the server; "": none was needed. raw_headers: the last of each
+    name. status: of the answer; 0: none has begun."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)

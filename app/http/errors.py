@@ -26,13 +26,11 @@ from app.http.body import error_body
 Headers = list[tuple[bytes, bytes]]
 
 INVALID, OVERLOADED, FAULT = "invalid_request_error", "overloaded_error", "api_error"
-"""OpenAI's types of errors."""
 RETRIED = (429, 503)
 """Statuses whose answers say when to come again."""
 MAX_RETRY_AFTER_S = 60
 
 TAKES_NO_KEY = "does not take this router's key"
-"""Words for an engine that refuses a router."""
 
 
 class Meaning(NamedTuple):
@@ -70,11 +68,8 @@ _OF_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 429: "rate_li
 
 
 class ErrorTable:
-    """Answers to a server's errors.
-
-    errors: kind -> Meaning. server: whose log has more of an unforeseen error. lasting: kinds after
-    which it is no use to come again.
-    """
+    """Answers to a server's errors. errors: kind -> Meaning. server: whose log has more of an
+    unforeseen error. lasting: kinds after which it is no use to come again."""
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ from app.core.errors import BodiesTooLarge
 from app.core.places import TIMES_WHAT_IS_LEFT, Shares
 
 HELD = "kvroute.held"
-"""Key in a request's scope: the HeldBody of its connection."""
 MAX_HELD_BYTES = 192 * 1024 * 1024
 SMALL_BYTES = 16 * 1024
 """Bytes up to which a body is always taken."""

@@ -48,7 +48,6 @@ _HALF = re.compile(
 """Text without, and then one half of a pair of escapes that stands for one character: JavaScript
 and Python write such halves, and no engine takes them."""
 _OF_HALVES = re.compile("escape|surrogate|truncated")
-"""Words in msgspec's errors about halves."""
 
 
 class _Name(str):
@@ -227,7 +226,6 @@ def _ids(text: bytes) -> NDArray[np.uint64] | None:
 
 
 async def _num_values(name: str, text: bytes, most: int) -> int:
-    """Returns how many values count. Raises InvalidRequest if over `most`."""
     if text.startswith(b"{") and name == FROM_ROUTERS:
         members = JsonBody.parse(text).members
         return sum([await _num_values(name, bytes(each), most) for each in members.values()])

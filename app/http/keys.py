@@ -22,10 +22,8 @@ def digest_of(key: bytes) -> bytes:
 
 
 def authorization_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Returns the header that names the sender's key; None if there is none.
-
-    Raises InvalidRequest if there are two: proxies in front may take another one than this.
-    """
+    """Returns the header that names the sender's key; None if there is none. Raises InvalidRequest
+    if there are two: proxies in front may take another one than this."""
     values: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in (b"authorization", b"x-api-key"):
@@ -125,7 +123,6 @@ class Keys:
         self.isolates = any(rules.isolate for rules in read.rules.values())
 
     def __bool__(self) -> bool:
-        """Whether any key is asked for."""
         return self._is_asked
 
     @property
@@ -143,10 +140,8 @@ class Keys:
             log.info("%d keys are valid now", len(self._digests) + len(self._readers))
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Returns the name of the key that a request carries; "" if it needs none.
-
-        Raises Unauthorized, and InvalidRequest if there are two.
-        """
+        """Returns the name of the key that a request carries; "" if it needs none. Raises
+        Unauthorized, and InvalidRequest if there are two."""
         is_asked, allowed = self._is_asked, self._digests
         if path == METRICS and self._readers:
             is_asked, allowed = True, allowed + self._readers
@@ -170,8 +165,6 @@ def _one(name: str, key: str) -> Digests:
 
 
 class _KeyFile(NamedTuple):
-    """Keys of a file, by what they open."""
-
     named: Digests
     readers: Digests
     operators: Digests
@@ -179,7 +172,6 @@ class _KeyFile(NamedTuple):
 
 
 def _read(path: str) -> _KeyFile:
-    """Returns the keys in a file; none for "". Raises ConfigError."""
     keys_in = _KeyFile([], [], [], {})
     if not path:
         return keys_in

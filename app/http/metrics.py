@@ -163,10 +163,8 @@ M = TypeVar("M", Counter, Histogram)
 
 
 class Children(dict[tuple[str, ...] | str, M]):
-    """Children of one metric, by the value of its label, or the values of its labels.
-
-    Past `most`, all new ones are one, whose labels are OTHER. A child that is there costs no call.
-    """
+    """Children of one metric, by the value of its label, or the values of its labels. Past `most`,
+    all new ones are one, whose labels are OTHER. A child that is there costs no call."""
 
     def __init__(self, metric: M, most: float = MAX_CHILDREN) -> None:
         super().__init__()

@@ -91,7 +91,6 @@ to see that it stops (deploy/haproxy.cfg: two checks), and a request that meets 
 connection is lost."""
 MAX_CONNECTIONS = 16_384
 SPARE_DESCRIPTORS = 128
-"""File descriptors left for Redis, files and listening sockets."""
 COMPLAINTS_PER_S = 1
 CUT = "kvroute.cut"
 """Key in a request's scope: ends its connection at once."""
@@ -119,10 +118,8 @@ def max_connections() -> int:
 
 
 class Connections(ServerState):
-    """Connections of one server, and those without a request, the longest idle first.
-
-    on_refused: called with the code of the error for each request that is refused here.
-    """
+    """Connections of one server, and those without a request, the longest idle first. on_refused:
+    called with the code of the error for each request that is refused here."""
 
     def __init__(
         self, on_refused: Callable[[str], object] = lambda _: None, held: HeldBodies | None = None
@@ -134,7 +131,6 @@ class Connections(ServerState):
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
         self.closes_in_s: float | None = None
-        """Seconds for which idle connections stay open once the server stops."""
         self._complaints = Pace(COMPLAINTS_PER_S)
 
     def make_room(self, newest: Protocol) -> None:
@@ -188,7 +184,6 @@ class Protocol(HttpToolsProtocol):
         self._held = HeldBody(cast(Any, self.server_state).held, "")
         self._late: asyncio.TimerHandle | None = None
         self._drops = False
-        """Whether what still comes is dropped."""
         self._is_half_closed = False
         """Whether the client sends nothing more, and still reads, as far as is known."""
         self._watched: tuple[Any, Callable[[], object]] | None = None

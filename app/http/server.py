@@ -33,10 +33,8 @@ BLOCKED_S = 3.0
 
 def end_within(seconds: float, loop: asyncio.AbstractEventLoop) -> None:
     """Ends this process after `seconds`, with status 1, and logs which tasks of `loop` are left
-    then.
-
-    Only the main thread may call this. A later call can bring the end forward, not put it off.
-    """
+    then. Only the main thread may call this. A later call can bring the end forward, not put it
+    off."""
 
     def end(*_: object) -> None:
         log.error("not ended %g s after it was told to stop; its tasks and threads:", seconds)
@@ -118,11 +116,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which also stops when the application's lifespan fails.
-
-    on_stop: awaited before open responses are waited for. on_late: called `drain_s` after the
-    signal.
-    """
+    """uvicorn's server, which also stops when the application's lifespan fails. on_stop: awaited
+    before open responses are waited for. on_late: called `drain_s` after the signal."""
 
     def __init__(
         self,
@@ -175,10 +170,8 @@ async def nothing() -> None:
 
 
 def collect_seldom() -> None:
-    """Makes Python look for garbage seldom, and not among what is loaded by now.
-
-    Only the first call does: what was garbage at a later one would be kept for ever.
-    """
+    """Makes Python look for garbage seldom, and not among what is loaded by now. Only the first
+    call does: what was garbage at a later one would be kept for ever."""
     if gc.get_threshold()[0] == GC_THRESHOLD:
         return
     # That stays, and scanning it in vain holds up requests and block events.

@@ -16,7 +16,6 @@ TASK_FAILURES = counter(
     "Times that something beside the requests failed unexpectedly and was begun anew, by what.",
     "task",
 )
-"""Row for the Table of each kind of process."""
 
 
 class Tasks(Table):

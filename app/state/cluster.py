@@ -167,7 +167,6 @@ class ClusterClient(RedisClient):
 
 
 async def _connect_read_only(connection: AbstractConnection) -> None:
-    """Connects to a Cluster replica so that it answers reads instead of naming its master."""
     await connection.on_connect()
     await connection.send_command("READONLY")
     await connection.read_response()

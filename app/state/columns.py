@@ -29,11 +29,9 @@ ALL = slice(None)
 
 
 class Columns:
-    """Loads of incarnations, in ascending order, written in place.
-
-    The one caller asks again only once it has the answer. Every AUDIT_S it asks for everything, as
-    somebody may have written in Redis by hand.
-    """
+    """Loads of incarnations, in ascending order, written in place. The one caller asks again only
+    once it has the answer. Every AUDIT_S it asks for everything, as somebody may have written in
+    Redis by hand."""
 
     def __init__(self) -> None:
         self._incarnations: list[Incarnation] = []
@@ -48,7 +46,6 @@ class Columns:
         """Leases and loads of the last answer, if that told everything and no version: usually
         those of the next one, too."""
         self._told_rows: list[int] | slice = ALL
-        """Rows of those loads."""
         self._shown: Snapshot | None = None
         """The last answer, while it still is right about live workers."""
         self._since = 0

@@ -12,7 +12,6 @@ from app.state.scripts import Call, command
 from app.state.streams import id_ms, pages_backwards
 
 FIELD = b"decision"
-"""Field of an entry that holds its record as JSON."""
 PAGE = 64
 """Entries read at a time: with all candidates of a thousand workers, one takes 160 KB."""
 MAX_WRITTEN = 64

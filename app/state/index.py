@@ -61,11 +61,9 @@ def apply(
     *,
     essential: bool = False,
 ) -> Call[bool]:
-    """Publishes one batch. False: this incarnation is lost, or a batch is missing; resync.
-
-    seq: 1 for an incarnation's first batch, then one more each time; a batch may be resent with the
-    same seq. essential: the batch adds no entries, and is published even if Redis is full.
-    """
+    """Publishes one batch. False: this incarnation is lost, or a batch is missing; resync. seq: 1
+    for an incarnation's first batch, then one more each time; a batch may be resent with the same
+    seq. essential: the batch adds no entries, and is published even if Redis is full."""
     groups = _groups(changes)
     return call("apply", shard, incarnation, nonce, seq, int(essential), *groups, parse=bool)
 
@@ -126,7 +124,6 @@ def audit(
 
 
 def _groups(changes: Iterable[Change]) -> list[str]:
-    """Returns one string for each stretch of changes in the same group."""
     return [
         _group(leader, list(members))
         for leader, members in groupby(changes, key=attrgetter("leader"))

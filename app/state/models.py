@@ -25,11 +25,9 @@ Claims = Mapping[str, tuple[str, ...]]
 
 
 def announce(namespace: str, names: Iterable[str]) -> Call[dict[str, str]]:
-    """Announces that workers of `namespace` serve models and adapters of these names.
-
-    Returns those that another namespace claimed first, and which; "": the claim is not kept, as
-    MAX_MODELS names are known already, or MAX_NAMESPACES namespaces claim that one.
-    """
+    """Announces that workers of `namespace` serve models and adapters of these names. Returns those
+    that another namespace claimed first, and which; "": the claim is not kept, as MAX_MODELS names
+    are known already, or MAX_NAMESPACES namespaces claim that one."""
 
     def parse(reply: list[bytes]) -> dict[str, str]:
         texts = [text.decode() for text in reply]

@@ -193,7 +193,6 @@ class _ChainLookup:
 
 
 def _coarsely(shard: Keyspace, some: Sequence[_ChainLookup]) -> Call[list[Any]]:
-    """Returns the call that looks up the samples of chains in one shard."""
     args = [_coarse(one.chain, one.samples, one.guesses) for one in some]
     flat = concatenated.from_iterable(args)
     return call("match", shard, EXACT_CHANGES, PARTS, *flat, parse=list)
@@ -214,11 +213,8 @@ async def read_whole(
     runner: ScriptRunner, keyspace: Keyspace, chain: Sequence[SequenceHash], shards: int
 ) -> Overlaps:
     """Returns the overlaps of one chain, of one block at least, without running a script: for
-    readers who may only read.
-
-    Reads every block, in one round trip for each READ_GROUPS groups and one before them. Raises
-    RedisUnavailable.
-    """
+    readers who may only read. Reads every block, in one round trip for each READ_GROUPS groups and
+    one before them. Raises RedisUnavailable."""
     shard = keyspace.of_shard(shard_of(chain[0], shards))
     layout = command("match", "HGET", shard["shard"], "bucket_bits", parse=parse_bucket_bits)
     dead = command("match", "SMEMBERS", shard["dead"], parse=list)
@@ -253,7 +249,6 @@ def _grouped(
 def _coarse(
     chain: Sequence[SequenceHash], samples: Sequence[int], guesses: Sequence[int]
 ) -> tuple[bytes | int, ...]:
-    """Returns the arguments with which lua/match.lua looks up a chain's samples."""
     if len(samples) == len(chain):
         blocks, group_size, following = chain, GROUP_BLOCKS, []
     else:
@@ -313,11 +308,9 @@ def _living(dead: Sequence[bytes], owners: list[bytes | None]) -> list[bytes | N
 
 
 def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> list[Run]:
-    """Returns a script's runs over `positions` as Runs of the chain.
-
-    Between two, where the owners change is still to be looked for, but not up to `rough_to`: there
-    the owners of a run hold all from the run before on.
-    """
+    """Returns a script's runs over `positions` as Runs of the chain. Between two, where the owners
+    change is still to be looked for, but not up to `rough_to`: there the owners of a run hold all
+    from the run before on."""
     placed: list[Run] = []
     start = 0
     for end, owners in zip(runs[::2], runs[1::2], strict=True):
@@ -329,7 +322,6 @@ def _placed(runs: list[Any], positions: Sequence[int], rough_to: int = 0) -> lis
 
 
 def _gaps(runs: list[Run], samples: Sequence[int]) -> Iterator[Gap]:
-    """Yields what lies between neighbouring samples whose owners differ, by groups."""
     for run, following in zip_longest(runs, runs[1:]):
         if following:
             end, owners = following.start, following.owners
@@ -398,7 +390,6 @@ def _resume(
     backs: Mapping[Incarnation, Back],
     by_tier: dict[Tier, frozenset[Incarnation]],
 ) -> None:
-    """Notes where the engines resume of workers that hold a run up to `end`."""
     for inc in [*resumes]:
         if any(inc in incs for incs in by_tier.values()):
             del resumes[inc]

@@ -16,7 +16,6 @@ from app.state.scripts import Call, call, command
 
 TIMEOUT_S = 2.0
 KEPT = 2048
-"""Proposals kept: 17 hours of one every 30 s."""
 
 
 @dataclass(frozen=True, slots=True)

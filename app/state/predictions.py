@@ -24,7 +24,6 @@ ENTRIES_PER_BUCKET = 32
 """Entries per bucket, placed one by one: fewer would cost more memory for keys, and more would slow
 down lookups."""
 TARGET_FRACTION = 0.8
-"""Fraction of the entries allowed that is kept when there are too many."""
 ROUND_SLICES = 10
 """Slices that a round of `prune` takes at most: steps may be late, and entries not looked at for 20
 slices come back to life (lua/lib/slices.lua)."""

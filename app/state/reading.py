@@ -126,7 +126,6 @@ def _queue_reserved(keyspace: Keyspace, inc: bytes, pipe: Pipeline) -> None:
 
 
 async def _parts(scan_part: Callable[..., Awaitable[Any]], key: str) -> AsyncIterator[Any]:
-    """Yields a large hash or sorted set, a few entries at a time."""
     cursor = -1
     while cursor != 0:
         async with deadline(STEP_TIMEOUT_S):
@@ -181,11 +180,8 @@ async def fill(
     redis: RedisClient, keyspace: Keyspace, shards: int, rng: random.Random, samples: int = 256
 ) -> float:
     """Returns blocks in the index per block it was laid out for, from at least `samples` of its
-    buckets.
-
-    Every shard gives as many; those whose layout cannot be read do not count. Raises
-    RedisUnavailable.
-    """
+    buckets. Every shard gives as many; those whose layout cannot be read do not count. Raises
+    RedisUnavailable."""
     each = -(-samples // max(shards, 1))
     blocks = laid_out = 0
     for shard in map(keyspace.of_shard, range(shards)):
@@ -222,7 +218,6 @@ async def buckets(
 
 async def contents(node: Redis, keys: Sequence[bytes]) -> list[dict[bytes, bytes] | None]:
     """Returns the content of each hash; None for a key that is not a hash. Raises RedisUnavailable.
-
     Read in parts: while Redis reads a bucket of a hundred thousand blocks, it answers nobody else.
     """
     async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:

@@ -165,11 +165,8 @@ class PrefillComplete:
 def prefill_complete(
     keyspace: Keyspace, requests: Sequence[PrefillComplete]
 ) -> Call[list[str | None]]:
-    """Records that first tokens are out. Idempotent.
-
-    Returns of each the attempt that made the reservation, "-" if that is unknown; None: there is no
-    such reservation.
-    """
+    """Records that first tokens are out. Idempotent. Returns of each the attempt that made the
+    reservation, "-" if that is unknown; None: there is no such reservation."""
     args: list[int | str] = []
     for one in requests:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms
@@ -197,11 +194,8 @@ class Release:
 
 
 def release(keyspace: Keyspace, releases: Sequence[Release]) -> Call[list[str | None]]:
-    """Ends reservations. Idempotent.
-
-    Returns of each the attempt that made it if its first token was not out yet, else "-"; None:
-    there is no such reservation (any more).
-    """
+    """Ends reservations. Idempotent. Returns of each the attempt that made it if its first token
+    was not out yet, else "-"; None: there is no such reservation (any more)."""
     args: list[int | str] = []
     for one in releases:
         by_ms = -1 if one.began_by_ms is None else one.began_by_ms

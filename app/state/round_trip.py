@@ -28,7 +28,6 @@ from redis.exceptions import (
 )
 
 MAX_WAITING = 16_384
-"""Pipelines on one connection whose replies are still to come."""
 
 
 class Node(NamedTuple):
@@ -52,11 +51,9 @@ def did_not_run(reply: Any) -> bool:
 
 
 async def round_trip(node: Node, commands: Iterable[Sequence[Any]], until_s: float) -> list[Any]:
-    """Returns the raw replies to one pipeline, one per command, with errors as values.
-
-    Raises TimeoutError at `until_s`, loop time, and RedisError or OSError if the connection fails
-    after sending; some of the commands may then have run.
-    """
+    """Returns the raw replies to one pipeline, one per command, with errors as values. Raises
+    TimeoutError at `until_s`, loop time, and RedisError or OSError if the connection fails after
+    sending; some of the commands may then have run."""
     commands = list(commands)
     if not commands:
         return []
@@ -77,8 +74,6 @@ async def round_trip(node: Node, commands: Iterable[Sequence[Any]], until_s: flo
 
 @dataclass(slots=True)
 class _Pipeline:
-    """Commands of one caller. num: of them. until_s: loop time."""
-
     num: int
     until_s: float
     done: asyncio.Future[list[Any]]
@@ -86,11 +81,9 @@ class _Pipeline:
 
 
 class SharedConnection(asyncio.Protocol):
-    """Connection on which pipelines of all callers go out at once; Redis replies in their order.
-
-    A caller that is cancelled, or too late, leaves its place: its replies are dropped as they come.
-    One timer serves all callers.
-    """
+    """Connection on which pipelines of all callers go out at once; Redis replies in their order. A
+    caller that is cancelled, or too late, leaves its place: its replies are dropped as they come.
+    One timer serves all callers."""
 
     def __init__(self, connection: Any) -> None:
         """connection: of redis-py, connected; nothing else may use it any more."""
@@ -109,7 +102,6 @@ class SharedConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = writer.transport
         self._transport.set_protocol(self)
         self.is_open = not self._transport.is_closing()
-        """Whether more may be sent."""
 
     def send(self, packed: bytes, num: int, until_s: float) -> asyncio.Future[list[Any]]:
         """Sends `num` commands; their replies are as in `round_trip`."""
@@ -164,7 +156,6 @@ class SharedConnection(asyncio.Protocol):
         self._timer = self._loop.call_at(when_s, self._look)
 
     def _look(self) -> None:
-        """Fails callers that have waited for long enough."""
         self._timer = None
         now_s = self._loop.time()
         for pipeline in self._waiting:

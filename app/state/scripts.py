@@ -118,10 +118,8 @@ class ScriptRunner:
 
     async def run_each(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Returns the parsed replies, with a RedisUnavailable in place of each missing answer, and
-        the error in place of one that its parser refuses.
-
-        Calls to one node do not wait for another node: each node has the whole `timeout_s`.
-        """
+        the error in place of one that its parser refuses. Calls to one node do not wait for another
+        node: each node has the whole `timeout_s`."""
         if not calls:
             return []
         until_s = asyncio.get_running_loop().time() + self._timeout_s
@@ -137,7 +135,6 @@ class ScriptRunner:
         return result
 
     async def _replies_of_nodes(self, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
-        """Returns the reply of each call's node, with errors as values."""
         if self.redis.stale:
             try:
                 async with deadline(self._timeout_s):
@@ -164,7 +161,6 @@ class ScriptRunner:
         return self.redis.node_of(one.keys[0], replica=one.name in self._on_replicas)
 
     async def _replies(self, node: Node, calls: Sequence[Call[Any]], until_s: float) -> list[Any]:
-        """Returns the reply to each call, with errors as values."""
         try:
             return await self._ask(node, calls, until_s, MAX_REDIRECTS)
         except TimeoutError:
@@ -177,7 +173,6 @@ class ScriptRunner:
     async def _ask(
         self, node: Node, calls: Sequence[Call[Any]], until_s: float, redirects: int
     ) -> list[Any]:
-        """Returns the replies of `node`, or of the nodes that calls are redirected to."""
         try:
             replies = await self._send(node, calls, until_s)
             missing = [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]

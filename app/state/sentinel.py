@@ -33,11 +33,9 @@ class SentinelPool(SentinelConnectionPool, SharingPool):
 
 
 class Sentinels(Sentinel):
-    """Sentinels, of which the one that knows of the latest failover is believed.
-
-    patience_s: for the master, how long all sentinels are waited for before the answers that there
-    are will do; for replicas, how long one sentinel is before the next is asked as well.
-    """
+    """Sentinels, of which the one that knows of the latest failover is believed. patience_s: for
+    the master, how long all sentinels are waited for before the answers that there are will do; for
+    replicas, how long one sentinel is before the next is asked as well."""
 
     def __init__(self, *args: Any, patience_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -54,7 +52,6 @@ class Sentinels(Sentinel):
         return await first_answer(asks, self._patience_s)
 
     async def _master(self, sentinel: Redis, service_name: str) -> tuple[int, Address]:
-        """Returns the number of the failover that made the master, and its address."""
         masters: Any = await sentinel.sentinel_masters()
         state = masters.get(service_name)
         if state is None or not self.check_master_state(state, service_name):
@@ -84,12 +81,9 @@ class SentinelClient(RedisClient):
         return Node(self._replicas, replica=True) if replica else Node(self)
 
     async def follow(self) -> None:
-        """Leaves a master as soon as the sentinels name another.
-
-        The old one may still answer: after a handover, or back from a pause, it considers itself
-        the master for 8 s more, until a sentinel makes it a replica and all writes it took are
-        lost.
-        """
+        """Leaves a master as soon as the sentinels name another. The old one may still answer:
+        after a handover, or back from a pause, it considers itself the master for 8 s more, until a
+        sentinel makes it a replica and all writes it took are lost."""
         pool: Any = self.connection_pool
         while True:
             with suppress(RedisError, OSError):

@@ -10,7 +10,6 @@ from redis.asyncio import Redis
 from app.state.connect import deadline
 
 Page = list[tuple[bytes, dict[bytes, bytes]]]
-"""Ids and fields of entries."""
 PAGE_TIMEOUT_S = 5.0
 
 
@@ -18,10 +17,8 @@ async def pages_backwards(
     redis: Redis, key: str, size: int, *, oldest: str = "-", timeout_s: float | None = None
 ) -> AsyncIterator[Page]:
     """Yields the entries of a stream, the newest first, one round trip for each `size` of them.
-
     oldest: the id of the last entry to read. timeout_s: for each round trip; None: PAGE_TIMEOUT_S.
-    Raises RedisUnavailable.
-    """
+    Raises RedisUnavailable."""
     newest = "+"
     while True:
         async with deadline(timeout_s or PAGE_TIMEOUT_S):

@@ -45,11 +45,9 @@ def ticket(
 def wait(
     keyspace: Keyspace, replica: str, tickets: Iterable[Ticket], *, ttl_ms: int, kept_ms: int
 ) -> Call[int]:
-    """Waits, or goes on waiting; returns how many of `tickets` did not wait before.
-
-    ttl_ms: how long all tickets of the replica wait without another call. kept_ms: how long these
-    do without one that names them; longer. Redis takes 25 µs per flow and half of one per ticket.
-    """
+    """Waits, or goes on waiting; returns how many of `tickets` did not wait before. ttl_ms: how
+    long all tickets of the replica wait without another call. kept_ms: how long these do without
+    one that names them; longer. Redis takes 25 µs per flow and half of one per ticket."""
 
     def place(one: Ticket) -> tuple[str, str]:
         return one.flow, one.name[-1]

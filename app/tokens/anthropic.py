@@ -92,7 +92,6 @@ def _system(system: Any, inline: list[str]) -> Iterator[Message]:
 
 
 def _of_system(message: Message) -> Iterator[str]:
-    """Yields the text of a system message between others, if there is any."""
     content = message.get("content")
     if isinstance(content, str):
         texts = [content]
@@ -104,7 +103,6 @@ def _of_system(message: Message) -> Iterator[str]:
 
 
 def _text(block: dict[str, Any], kind: str) -> str:
-    """Returns the text of a block of that type; "" for none."""
     if _kind(block) != kind:
         raise Unrenderable("media", f"a block of type {shown(_kind(block))}")
     return text_of(block.get(kind) or "")
@@ -158,7 +156,6 @@ def _from_assistant(blocks: list[dict[str, Any]]) -> Message:
 
 
 def _with_texts(message: Message, texts: list[str]) -> Iterator[Message]:
-    """Yields the message with its texts, if there are any."""
     texts = [text for text in texts if text]
     if len(texts) == 1:
         yield message | {"content": texts[0]}

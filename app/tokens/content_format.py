@@ -51,7 +51,6 @@ def _target(node: nodes.Assign | nodes.For) -> str:
 
 
 def _message_lists(tree: nodes.Template) -> set[str]:
-    """Returns the names of `messages`, and of variables that it is assigned to."""
     names = {"messages"}
     pending = ["messages"]
     while pending:
@@ -64,7 +63,6 @@ def _message_lists(tree: nodes.Template) -> set[str]:
 
 
 def _messages(tree: nodes.Template) -> list[str]:
-    """Returns the names of variables that go through the messages."""
     lists = _message_lists(tree)
     return [
         _target(loop)
@@ -74,7 +72,6 @@ def _messages(tree: nodes.Template) -> list[str]:
 
 
 def _content_loops(tree: nodes.Template) -> Iterator[bool]:
-    """Yields True for each loop over the content of a message."""
     messages = _messages(tree)
     in_macros: dict[int, set[str]] = {}
     """Loop in a macro -> the macro's parameters that are given contents."""

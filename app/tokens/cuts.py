@@ -30,11 +30,9 @@ MIN_PART_BYTES = 256
 
 
 def cut_tokens(added: Mapping[int, AddedToken], used: Collection[str]) -> dict[bytes, int]:
-    """Returns the tokens, in UTF-8, before which a text may be cut, and their ids.
-
-    added: all added tokens, by id. used: those that the model's prompts are known to contain,
-    preferred if there are many.
-    """
+    """Returns the tokens, in UTF-8, before which a text may be cut, and their ids. added: all added
+    tokens, by id. used: those that the model's prompts are known to contain, preferred if there are
+    many."""
     plain = {token.content: token_id for token_id, token in added.items() if _is_plain(token)}
     if len(plain) > MAX_CUT_TOKENS:
         plain = {content: plain[content] for content in plain if content in used}
@@ -145,15 +143,12 @@ def _before_character(text: bytes, end: int) -> int:
 
 
 OVERHEAD_BYTES = 250
-"""Bytes of an entry besides its text and ids."""
 
 
 class Parts:
-    """Memory of the ids of the texts that were used last, for any number of threads.
-
-    max_bytes: of texts and ids together; when full, those not used for longest are forgotten. An
-    entry that would take a quarter of it is not remembered.
-    """
+    """Memory of the ids of the texts that were used last, for any number of threads. max_bytes: of
+    texts and ids together; when full, those not used for longest are forgotten. An entry that would
+    take a quarter of it is not remembered."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

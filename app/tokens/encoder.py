@@ -31,11 +31,8 @@ FIRST = b"\xff"
 
 
 class Encoder:
-    """Encoder of one model's texts, safe to call from several threads.
-
-    used: added tokens that texts are likely to contain. max_bytes: of texts and ids remembered; 0:
-    none.
-    """
+    """Encoder of one model's texts, safe to call from several threads. used: added tokens that
+    texts are likely to contain. max_bytes: of texts and ids remembered; 0: none."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, used: Collection[str], max_bytes: int
@@ -126,10 +123,8 @@ class Encoder:
         allowance: Allowance,
     ) -> list[bytes]:
         """Returns the ids of each of the parts that begin at `places`; or of all of them as one, if
-        it cannot be told where a part's ids begin.
-
-        next_place: where the next part begins; None: there is none.
-        """
+        it cannot be told where a part's ids begin. next_place: where the next part begins; None:
+        there is none."""
         begin = places[0][0]
         end, token = next_place or (len(raw), b"")
         # With the token behind it, as that is what follows.

@@ -68,10 +68,8 @@ class Overloaded(KvrouteError):
 @dataclass(slots=True)
 class Allowance:
     """Limits of one prompt. max_tokens: 0: any number. is_abandoned: nobody waits for the tokens
-    any more.
-
-    No thread can be stopped from outside. So whatever takes long calls `check` now and then.
-    """
+    any more. No thread can be stopped from outside. So whatever takes long calls `check` now and
+    then."""
 
     max_tokens: int = 0
     is_abandoned: bool = False

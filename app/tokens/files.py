@@ -141,7 +141,6 @@ def _content(token: object) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns special tokens by the names that templates use."""
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):

@@ -14,7 +14,6 @@ from typing import Any
 import imagesize
 
 Size = tuple[int, int]
-"""Width and height, in pixels."""
 Rule = Callable[[Size], int]
 """Size -> tokens of an image."""
 
@@ -29,7 +28,6 @@ _HEAD_CHARACTERS = 4 * 16 * 1024
 """Characters of an image in base64 that are read: its size stands within, behind a thumbnail at
 most."""
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-"""First bytes of PNG, JPEG, GIF and WebP."""
 _KINDS = frozenset(
     (
         *("image", "image_url", "input_image", "image_pil", "image_embeds"),
@@ -37,9 +35,7 @@ _KINDS = frozenset(
         *("file", "input_file", "document"),
     )
 )
-"""Types of parts, whatever the dialect."""
 CHARACTERS_PER_TOKEN = 4
-"""Characters per token of text whose tokens are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ def media_in(values: Iterable[object], length: int) -> Media:
 
 
 def _parts(value: object, depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yields parts that are no text, also from the results of tools."""
     if isinstance(value, dict):
         kind = value.get("type")
         if isinstance(kind, str) and kind in _KINDS:

@@ -252,7 +252,6 @@ def _parts(message: Message, role: str) -> list[dict[str, str]]:
 
 
 def _unbilled(part: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yields a part of a system message without the line that differs in every request."""
     if not part.get("text", "").startswith(BILLING):
         yield part
     elif rest := part["text"].partition("\n")[2]:

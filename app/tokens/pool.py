@@ -17,7 +17,6 @@ T = TypeVar("T")
 
 
 LARGE = 128 * 1024
-"""Characters from which on a text waits for its turn with others like it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -107,31 +107,24 @@ class Renderer:
         self, body: Mapping[str, Any], max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
         """Returns the ids of a chat request. body: its parsed JSON. max_tokens: 0: any number.
-        holder: who asks, for TokenizerThreads.
-
-        Raises Unrenderable, if only the engine can tell; TooManyTokens; Overloaded.
-        """
+        holder: who asks, for TokenizerThreads. Raises Unrenderable, if only the engine can tell;
+        TooManyTokens; Overloaded."""
         return await self._run(size(body), max_tokens, holder, self._chat, body, False)
 
     async def of_response(
         self, body: Mapping[str, Any], max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
         """Returns the ids of what `chat_of_response` made. Raises Unrenderable, TooManyTokens,
-        Overloaded.
-
-        vLLM puts the tokenizer's special tokens around what the template makes of these, and names
-        a tool call before its arguments.
-        """
+        Overloaded. vLLM puts the tokenizer's special tokens around what the template makes of
+        these, and names a tool call before its arguments."""
         return await self._run(size(body), max_tokens, holder, self._chat, body, True)
 
     async def of_text(
         self, prompt: str, add_special_tokens: bool = True, max_tokens: int = 0, *, holder: str = ""
     ) -> Ids:
-        """Returns the ids of the prompt of a completion.
-
-        add_special_tokens: whether to add those that the tokenizer puts around a text. Raises
-        Unrenderable, if it is not Unicode; TooManyTokens; Overloaded.
-        """
+        """Returns the ids of the prompt of a completion. add_special_tokens: whether to add those
+        that the tokenizer puts around a text. Raises Unrenderable, if it is not Unicode;
+        TooManyTokens; Overloaded."""
         made = self._run(len(prompt), max_tokens, holder, self._text, prompt, add_special_tokens)
         return await made
 
@@ -187,9 +180,7 @@ def rendered(
     allowance: Allowance | None = None,
 ) -> str:
     """Returns the text that the model is prompted with. Raises Unrenderable, and what
-    Allowance.check raises.
-
-    of_response: made by `chat_of_response`: names come first in tool calls.
+    Allowance.check raises. of_response: made by `chat_of_response`: names come first in tool calls.
     """
     chat = chat_of(body, template.content_format, takes_developers=template.takes_developers)
     if of_response:

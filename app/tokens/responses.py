@@ -17,7 +17,6 @@ from app.tokens.templates import Message
 
 _MESSAGE = frozenset({"type", "role", "content", "id", "status", "phase"})
 _INPUT = "input"
-"""The one argument of the function that a custom tool is shown as."""
 _CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {

@@ -26,7 +26,6 @@ from app.tokens.content_format import content_format
 from app.tokens.errors import Abandoned, Allowance, Unrenderable
 
 MAX_CHARACTERS = 32 << 20
-"""Characters of a rendered prompt: several million tokens."""
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -85,7 +84,6 @@ def _strftime_now(format: str) -> str:  # noqa: A002
 
 @jinja2.pass_context
 def _allowed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """Yields the items, as long as the prompt's allowance lasts."""
     allowance: Allowance = context[_ALLOWANCE]
     for number, item in enumerate(items):
         if not number % _ITEMS_PER_CHECK:
@@ -143,11 +141,8 @@ def has_system_first(source: str) -> bool:
 
 
 class ChatTemplate:
-    """One template, compiled. Safe to call from several threads.
-
-    special_tokens: by the names that it may write, such as bos_token. Raises jinja2.TemplateError
-    if `source` is not a template.
-    """
+    """One template, compiled. Safe to call from several threads. special_tokens: by the names that
+    it may write, such as bos_token. Raises jinja2.TemplateError if `source` is not a template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
@@ -208,7 +203,6 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _marked(self, messages: list[Message]) -> tuple[list[Message], str]:
-        """Returns the messages, the last with the tag; and the text to be continued."""
         final = copy.copy(messages[-1])
         content = final["content"]
         if not self._reads_content:

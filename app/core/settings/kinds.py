@@ -20,7 +20,6 @@ PRIORITIES = ("high", "normal", "low")
 PRIORITY_SHARES = dict(zip(PRIORITIES, (16.0, 1.0, 1 / 16), strict=True))
 """Priority -> factor on a tenant's weight. No priority is strict, so nothing starves."""
 COMMON = "Common"
-"""Heading of the settings that every process has."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -57,7 +56,6 @@ class PolicyName:
 
 
 Kind = Integers | Real | OneOf | Text | PolicyName | type[bool] | None
-"""Values that a field takes; None: any of its default's type."""
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -184,11 +182,9 @@ def setting(
     *,
     often: bool = False,
 ) -> Any:
-    """Returns a dataclass field that can be set.
-
-    env: its variable, if not KVROUTE_<NAME>. heading: of its list, and of all further fields of the
-    class up to the next heading. often: --help lists it.
-    """
+    """Returns a dataclass field that can be set. env: its variable, if not KVROUTE_<NAME>. heading:
+    of its list, and of all further fields of the class up to the next heading. often: --help lists
+    it."""
     metadata = {"help": help_text, "kind": kind, "env": env, "heading": heading, "often": often}
     return field(default=default, metadata=metadata)
 
@@ -214,10 +210,8 @@ def headings(cls: type) -> dict[str, str]:
 
 
 def flag(f: Field[Any], value: bool = True) -> str:
-    """Returns a setting's flag on the command line. value: of a switch.
-
-    A switch that is off and named no-... has no opposite: "".
-    """
+    """Returns a setting's flag on the command line. value: of a switch. A switch that is off and
+    named no-... has no opposite: ""."""
     name = f.name.replace("_", "-")
     if f.metadata["kind"] is not bool or value:
         return f"--{name}"
