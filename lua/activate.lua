@@ -1,5 +1,5 @@
--- activate: switch a worker over to an incarnation that may publish, in one step: from here on the
--- new incarnation is routed to, and the previous one is retired.
+-- activate: routes to a worker's new incarnation, which may publish, and retires the previous one, in
+-- one step.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc

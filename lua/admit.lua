@@ -1,7 +1,8 @@
--- admit: let requests of limited keys in, as far as their limits go, and settle what others have used.
+-- admit: lets requests of limited keys in, as far as their limits go, and settles what ended requests
+-- have used.
 --
--- A bucket holds what may be used at once, and fills at the rate of its limit. It may be overdrawn: what
--- a request used beyond its estimate, or asks for beyond a full bucket, is waited for afterwards.
+-- A bucket holds what may be used at once, and fills at the rate of its limit. It may be overdrawn: if
+-- a request uses more than its estimate, or asks for more than a full bucket, later ones wait for it.
 --
 -- KEYS[1] limits:     hashes  key -> its buckets, and its requests under way at each replica
 -- ARGV[1] replica     str   the process that asks; without spaces

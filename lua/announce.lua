@@ -1,6 +1,6 @@
--- announce: workers of a namespace serve models and adapters of these names. Any number of namespaces may
--- claim a name, in the order in which they first announced it; one that has not for some time comes
--- after all others. Whom a name's requests go to is up to the routers.
+-- announce: announces that workers of a namespace serve models and adapters of these names. Any number
+-- of namespaces may claim a name, in the order of their first announcement; one that has not announced
+-- it for some time comes after all others. Routers decide which one gets a name's requests.
 --
 -- KEYS[1] models     hash   model or adapter -> "<namespace> <last announced, s>" of each that claims it
 -- ARGV[1] namespace  str

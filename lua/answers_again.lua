@@ -1,4 +1,4 @@
--- answers_again: a worker has answered what it was left alone for; forget that.
+-- answers_again: forgets the marks for which a worker was avoided, as it has answered.
 --
 -- KEYS[1] verdicts  hash  worker -> its marks; see lib/verdict
 -- KEYS[2] current   hash  worker -> inc

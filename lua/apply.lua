@@ -1,4 +1,4 @@
--- apply: one batch of an incarnation's ownership changes.
+-- apply: publishes one batch of an incarnation's ownership changes.
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] applied  hash    inc -> "<seq> <nonce>" of its last batch

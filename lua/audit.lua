@@ -1,4 +1,4 @@
--- audit: what the index shows of an incarnation, compared with what it published.
+-- audit: compares what the index shows of an incarnation with what it published.
 --
 -- KEYS[1] shard        hash    bucket_bits
 -- KEYS[2] applied      hash    inc -> "<seq> <nonce>" of its last batch

@@ -1,4 +1,4 @@
--- beat: a router replica says that it is there, and what it measured lately. Those that have said
+-- beat: notes that a router replica is there, and what it measured lately. Replicas that have said
 -- nothing for 15 s are forgotten.
 --
 -- KEYS[1] replicas  hash    replica -> when, ms, and what it measured

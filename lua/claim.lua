@@ -1,11 +1,11 @@
--- claim: an agent process says which engines of a source it sees, and learns of which it is the agent:
--- its share of them, until its lease ends. Each engine has one agent at a time. Those of a process that
--- is gone are free at once, and so are those that a process has beyond its share.
+-- claim: gives an agent process its share of the engines of a source, until its lease ends. Each engine
+-- has one agent at a time. Engines of a process that is gone are free at once, and so are those that a
+-- process has beyond its share.
 --
--- An engine that is not ready may still be claimed if somebody has claimed it before.
+-- An engine that is not ready may still be claimed if it has been claimed before.
 --
--- A process that comes too late, as all do after Redis was away, gives those another lease that were
--- there when it last came: else the first one would take over the engines of all others.
+-- A process that comes too late, as all do after Redis was away, renews the leases of the others that
+-- were there when it last came: else the first to come would take over all engines.
 --
 -- KEYS[1] agents:     hashes  source -> "agent <holder>" -> until when, ms; "engine <engine>" -> holder
 -- ARGV[1] source      str

@@ -1,4 +1,5 @@
--- confirm_predicted: a request's first token is out, so its worker holds what was predicted.
+-- confirm_predicted: confirms predictions for a request, as its first token is out: its worker holds
+-- the blocks.
 --
 -- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor

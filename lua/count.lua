@@ -1,4 +1,4 @@
--- count: add what requests have used to an hour's sums, once, however often that is sent.
+-- count: adds what requests have used to an hour's sums, once, however often that is sent.
 --
 -- KEYS[1] usage:      hashes  hour -> who sent requests, and for which model -> what they used
 -- ARGV[1] hour        int   since 1970

@@ -1,5 +1,5 @@
--- drain: from now on nothing goes to a worker, whoever renews its lease, until it is undone or another
--- process takes the worker over. What is in flight there goes on.
+-- drain: sends nothing to a worker from now on, whoever renews its lease, until that is undone or
+-- another process takes the worker over. Requests in flight there go on.
 --
 -- KEYS[1] current   hash  worker -> inc
 -- KEYS[2] leases    zset  inc -> expiry, ms

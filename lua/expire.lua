@@ -1,4 +1,4 @@
--- expire: forget reservations whose time is up.
+-- expire: forgets reservations whose time is up.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc

@@ -1,5 +1,5 @@
--- extend: a door still carries these requests; keep what is reserved for them. What expired while
--- the door could not say so, or Redis has lost, is reserved again, however full the worker is.
+-- extend: keeps reservations of requests that a door still carries. One that expired while the door
+-- could not say so, or that Redis has lost, is made again, however full the worker is.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc

@@ -1,7 +1,7 @@
--- fetched_late: a source's engine has heard of fetches after their lease had ended. Each target that may
--- have fetched from it after a lease by now may hold KV of one prompt as another's. From now on nothing
--- goes there, whoever renews its lease, and be it the last worker, until its engine has begun anew or
--- dropped what it holds.
+-- fetched_late: takes workers out of service that may hold KV of one prompt as another's: a source's
+-- engine has counted fetches after their lease had ended, and these targets may have made them. Nothing
+-- goes to a target, even if it is the last worker, until its engine has begun anew or dropped what it
+-- holds.
 --
 -- KEYS[1] workers   hash  inc -> info
 -- KEYS[2] current   hash  worker -> inc

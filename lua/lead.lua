@@ -1,7 +1,7 @@
--- lead: become, or remain, the one planner of a namespace that acts, until the lease ends.
+-- lead: makes a planner the one that acts in a namespace, or keeps it so, until its lease ends.
 --
--- A leader's token is the time at which it began to lead, so that no two have the same one even if
--- Redis has lost all in between. A token or an end of a lease that no planner would write is none.
+-- A leader's token is the time at which it began to lead, so no two have the same one even if Redis has
+-- lost all in between. Tokens and ends that no planner would write do not count.
 --
 -- KEYS[1] planner   hash  holder, token, until_ms, state, desired, size, reason, victim, values
 -- ARGV[1] holder    str   who asks

@@ -1,4 +1,4 @@
--- leave: requests stop waiting, because they had their turn or gave up.
+-- leave: ends the waiting of requests that had their turn or gave up.
 --
 -- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket

@@ -1,4 +1,4 @@
--- loads: the live incarnations and the load of each.
+-- loads: returns the live incarnations and the load of each.
 --
 -- KEYS[1] meta    hash   version, workers_ms, shards, rounds
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock

@@ -1,9 +1,9 @@
--- match: who holds chains of blocks, as runs of equal owners.
+-- match: returns the owners of chains of blocks, as runs of equal owners.
 --
--- Along a chain each live incarnation goes device -> host -> disk -> absent and never back (the
--- agents ensure that), so equal owners at two positions mean the same owners between them:
--- bisecting for the changes misses nothing, and a chain may be any selection of a prompt's blocks
--- in order. Lua hashes an argument byte by byte, 1.2 ns each, used or not: send few hashes.
+-- Along a chain each live incarnation goes device -> host -> disk -> absent and never back (the agents
+-- ensure that), so equal owners at two positions mean the same owners between them: bisecting for the
+-- changes misses nothing, and a chain may be any selection of a prompt's blocks in order. Lua hashes an
+-- argument byte by byte, 1.2 ns each, used or not: send few hashes.
 --
 -- KEYS[1] shard    hash    bucket_bits
 -- KEYS[2] dead     set     inc whose entries may still be present

@@ -1,4 +1,4 @@
--- open_shard: let an incarnation publish in a shard of the index.
+-- open_shard: lets an incarnation publish in a shard of the index.
 --
 -- KEYS[1] shard        hash   bucket_bits, swept_ms; created here if there is no readable one
 -- KEYS[2] applied      hash   inc -> "<seq> <nonce>" of its last batch

@@ -1,7 +1,7 @@
--- predict: record that a request went to a worker, which will therefore hold its blocks.
+-- predict: records that a request went to a worker, which will therefore hold its blocks.
 --
--- Only some blocks of each chain are recorded, chosen by their position alone; so an earlier one
--- was used at least as recently as a later one, and the slices along a chain never get younger.
+-- Only some blocks of each chain are recorded, chosen by their position alone; so an earlier block was
+-- used at least as recently as a later one, and slices never get younger along a chain.
 --
 -- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor

@@ -1,4 +1,4 @@
--- predicted: how much of a chain each worker will hold, judging by what was routed to it.
+-- predicted: returns how much of a chain each worker will hold, judging by what was routed to it.
 --
 -- KEYS[1] dead         set     inc whose entries may still be present
 -- KEYS[2] predictions  hash    cutoff, bucket_bits

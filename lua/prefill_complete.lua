@@ -1,6 +1,6 @@
--- prefill_complete: requests' first tokens are out; their prefills no longer wait on the worker, and
--- what their sources held for them is given back. Of a source: the prompt is computed, and its blocks
--- wait to be fetched.
+-- prefill_complete: records that requests' first tokens are out: their prefills no longer wait on the
+-- worker, and what their sources held for them is given back. Of a source: the prompt is computed, and
+-- its blocks wait to be fetched.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc

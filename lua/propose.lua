@@ -1,5 +1,5 @@
--- propose: record what the leading planner proposes, and what it is about to do. Refused to one whose
--- lease has ended, or that another has followed.
+-- propose: records what the leading planner proposes, and what it is about to do. Refused to a planner
+-- whose lease has ended, or that another has followed.
 --
 -- KEYS[1] planner    hash    holder, token, until_ms, state, desired, size, reason, victim, values
 -- KEYS[2] proposals  stream  proposal

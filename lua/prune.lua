@@ -1,4 +1,4 @@
--- prune: one bounded step of removing expired predictions. The steps go round in an endless cycle.
+-- prune: removes expired predictions, in one bounded step of an endless cycle.
 --
 -- KEYS[1] applied      hash    inc -> "<seq> <nonce>"; an incarnation not in it has ended
 -- KEYS[2] predictions  hash    slice letter -> entries; cutoff; bucket_bits; cursor

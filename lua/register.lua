@@ -1,4 +1,4 @@
--- register: begin an incarnation of a worker. It is staged: not routed to until `activate`, as its
+-- register: begins an incarnation of a worker. It is staged: not routed to until `activate`, as its
 -- number may turn out not to be free in the index (see open_shard), and nothing is published under it.
 --
 -- KEYS[1] meta          hash   created here if there is no readable one

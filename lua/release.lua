@@ -1,4 +1,4 @@
--- release: requests have ended; give back what was promised to each in turn.
+-- release: gives back what was promised to requests that have ended, each in turn.
 --
 -- KEYS[1] load           hash   inc -> load
 -- KEYS[2] reservations   hash   request_id -> inc

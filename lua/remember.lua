@@ -1,4 +1,4 @@
--- remember: record that a session went to a worker.
+-- remember: records that a session went to a worker.
 --
 -- KEYS[1] sessions  hash   session -> "<inc> <when, ms>"
 -- ARGV[1] session   str

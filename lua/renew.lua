@@ -1,13 +1,13 @@
--- renew: extend an incarnation's lease. A lapsed incarnation is revived, unless it has been
--- retired since: its worker is alive, and has only missed a renewal. If it has failed requests, its
--- lease stays lapsed, though not for so long that it is retired, until its pause ends or no other
--- worker is left. Likewise if its agent takes its engine to be ill, as far as lib/may_lapse allows: what
--- all agents see at once is as a rule no illness of engines.
+-- renew: extends an incarnation's lease. A lapsed incarnation is revived, unless it has been retired:
+-- its worker has only missed a renewal. If the worker has failed requests, the lease stays lapsed until
+-- its pause ends or no other worker is left, though not for so long that it is retired. The same holds
+-- if its agent takes its engine to be ill, as far as lib/may_lapse allows: what all agents see at once
+-- is as a rule no illness of engines.
 --
 -- One engine is one worker: under a second id it is told of the first, as long as that one is routed to
 -- and its agent is there.
 --
--- What Redis has lost of the worker since, or of the namespace, comes back with the heartbeat.
+-- Whatever Redis has lost of the worker, or of the namespace, comes back with the heartbeat.
 --
 -- KEYS[1] meta          hash   version, block_size, shards, incarnations, workers_ms
 -- KEYS[2] workers       hash   inc -> info

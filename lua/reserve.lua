@@ -1,4 +1,4 @@
--- reserve: promise workers' capacity to requests, each only if its worker is as the router saw it.
+-- reserve: promises workers' capacity to requests, each only if its worker is as the router saw it.
 --
 -- KEYS[1] leases         zset   inc -> expiry, ms
 -- KEYS[2] load           hash   inc -> load

@@ -1,4 +1,4 @@
--- retire: end an incarnation now, as its agent does when it stops.
+-- retire: ends an incarnation now, as its agent does when it stops.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc

@@ -1,4 +1,4 @@
--- retire_lapsed: retire incarnations whose lease lapsed some time ago.
+-- retire_lapsed: retires incarnations whose lease lapsed some time ago.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc

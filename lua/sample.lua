@@ -1,4 +1,4 @@
--- sample: add what all replicas measured to the history, unless another replica did for this step.
+-- sample: adds what all replicas measured to the history, unless another replica did for this step.
 --
 -- KEYS[1] history          stream  sample
 -- KEYS[2] history_minutes  stream  sample

@@ -1,11 +1,12 @@
--- suspend: a worker has failed a request. Its caller leaves the worker alone for a while; once there are
--- witnesses, so do all: its lease lapses until it renews, and if it fails more in a row, for longer.
+-- suspend: counts a worker's failure of a request. Its caller avoids the worker for a while; once there
+-- are witnesses, all callers do: its lease lapses until it renews, and after more failures in a row for
+-- longer.
 --
 -- The share of its tries that failed lately is kept, so that a worker which refuses at once does not
--- look idle. One that is alive after all renews within two seconds and loses nothing. One that goes on
--- failing stays lapsed for a pause that doubles with each failure, and then gets one request at a time
--- until it answers one. No more than lib/may_lapse allows are suspended: a client that reaches no worker
--- at all must not take them from all others.
+-- look idle. A worker that is alive after all renews within two seconds and loses nothing. One that
+-- goes on failing stays lapsed for a pause that doubles with each failure, and then gets one request at
+-- a time until it answers one. No more than lib/may_lapse allows are suspended: a client that reaches
+-- no worker at all must not take them from all others.
 --
 -- KEYS[1] leases        zset  inc -> expiry, ms
 -- KEYS[2] load          hash  inc -> load

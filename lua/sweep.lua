@@ -1,10 +1,9 @@
--- sweep: one bounded step of removing what dead incarnations left in a shard. Any number of
--- callers may ask for steps, which together are no closer than one caller's; each continues where
--- the last one ended.
+-- sweep: removes, in one bounded step, what dead incarnations left in a shard. Any number of callers
+-- may ask for steps, which together are no closer than one caller's; each continues where the last one
+-- ended.
 --
--- An entry may stay only while `applied` names its incarnation, as no other may publish here. So a
--- pass also removes what Redis kept by mistake; one runs every scrub_ms, even if no incarnation has
--- died.
+-- An entry may stay only while `applied` names its incarnation, as no other may publish here. So a pass
+-- also removes what Redis kept by mistake; one runs every scrub_ms, even if no incarnation has died.
 --
 -- KEYS[1] shard         hash   bucket_bits, swept_ms, stepped_ms
 -- KEYS[2] applied       hash   inc -> "<seq> <nonce>"

@@ -1,8 +1,8 @@
--- turns: whose turn it is, among all requests that wait at any replica.
+-- turns: returns which requests, among all that wait at any replica, have their turn.
 --
--- Picky tickets, which not every worker could take, come on top of those that may go, as they may
--- be unable to go and must hold up nobody. After the first max_picky of them, the others are passed
--- over as if they were not waiting.
+-- Picky tickets, which not every worker could take, come on top of those that may go, as they may be
+-- unable to go and must hold up nobody. After the first max_picky of them, the others are passed over
+-- as if they were not waiting.
 --
 -- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket

@@ -1,11 +1,10 @@
--- vouch: a router has heard engines whose agents do not renew; extend the leases of their workers, so
--- that no news of an agent is no death of its engine.
+-- vouch: extends the leases of workers whose engines routers have heard while their agents do not
+-- renew, as an agent's silence is not its engine's death.
 --
--- Nobody else may act as these incarnations: their blocks stay as they were published last. A lease
--- that an agent still has in hand is left alone, and so are incarnations that are staged. One that
--- drains, or is tainted, or whose pause for its failures is not over, stays lapsed, though not for so
--- long that it is retired. One that its agent took to be ill gets one request at a time until it
--- answers one.
+-- No other process may act as these incarnations: their blocks stay as they were published last. A
+-- lease that an agent still has in hand is left alone, and so are staged incarnations. A worker that
+-- drains, is tainted, or is paused for its failures stays lapsed, though not for so long that it is
+-- retired. One that its agent took to be ill gets one request at a time until it answers one.
 --
 -- KEYS[1] workers       hash   inc -> info
 -- KEYS[2] current       hash   worker -> inc

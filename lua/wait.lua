@@ -1,7 +1,7 @@
--- wait: requests of a replica wait for their turn, or go on waiting.
+-- wait: queues requests of a replica for their turn, or keeps them queued.
 --
--- The line expires by itself when no replica has called for some time, and its tickets a little
--- later; if one of several replicas is gone, its tickets are void, and `turns` takes them out.
+-- The line expires by itself when no replica has called for some time, and its tickets a little later;
+-- if one of several replicas is gone, its tickets are void, and `turns` takes them out.
 --
 -- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket

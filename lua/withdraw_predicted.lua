@@ -1,6 +1,5 @@
--- withdraw_predicted: a request ended before its first token; forget what was predicted for it.
---
--- Only what it was the first to add goes, and only if no other request has confirmed it since.
+-- withdraw_predicted: forgets what was predicted for a request that ended before its first token:
+-- entries that it was the first to add and that no other request has confirmed since.
 --
 -- KEYS[1] predictions  hash    slice letter -> entries; bucket_bits
 -- KEYS[2] predicted:   hashes  bucket -> sequence hash -> "<inc><slice letter>..."

@@ -1,6 +1,6 @@
--- backs_of(group): what a group's string says of where engines go on, by the number of the block in
--- it; and the length of what comes before that.
--- backs_in(field): what a field says of it, without the space behind it; '' if it says nothing.
+-- backs_of(group): where engines resume, as a group's string says it by number of its block; and the
+-- length of the text before that.
+-- backs_in(field): where engines resume, as a field says it, without the space behind; '' if nothing.
 local function backs_of(group)
   local space = string.find(group, ' ', 1, true)
   if not space then

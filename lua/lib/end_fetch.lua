@@ -1,5 +1,5 @@
--- forget_fetch(attempt): what it was to fetch, see lib/fetches, is right.
--- end_fetch(attempt, now): it has fetched by now, if that was in time.
+-- forget_fetch(attempt): forgets an attempt's fetch (lib/fetches), whose KV is right.
+-- end_fetch(attempt, now): forgets it if it was made in time, as it is made by now.
 -- Wants locals: fetches, fetching.
 local function forget_fetch(attempt)
   redis.call('ZREM', fetches, attempt)

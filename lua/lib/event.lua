@@ -1,5 +1,5 @@
--- note_event(kind, subject, text): tell operators that something happened. What Redis does not take,
--- as when it is full or the key is of another type, is lost.
+-- note_event(kind, subject, text): tells operators of an event. An event that Redis does not take, as
+-- when it is full or the key is of another type, is lost.
 -- Wants locals: events.
 local function note_event(kind, subject, text)
   redis.pcall('XADD', events, 'MAXLEN', '~', 1000, '*',

@@ -1,7 +1,7 @@
--- What answers do to the failures of a worker. Nothing is looked up where no worker has marks.
--- answered(inc, began_ms, now): the worker has answered a request whose try began then.
--- began_to_answer(inc, now): it has begun to answer one. That ends its trial, and what it failed before
--- is forgotten but for how many that were in a row.
+-- Effects of answers on a worker's failures. Nothing is looked up where no worker has marks.
+-- answered(inc, began_ms, now): ends the row of failures, after a request whose try began then.
+-- began_to_answer(inc, now): ends the worker's trial, and forgets its failures but for their number in a
+-- row.
 -- Wants locals: verdicts; and libs info, verdict, keep_verdict.
 local function failed_by(inc, now)
   local worker = redis.call('EXISTS', verdicts) == 1 and info_of(inc).worker

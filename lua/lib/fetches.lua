@@ -1,8 +1,8 @@
--- What targets are yet to fetch of KV that their sources keep for a time: for the attempt of the request
--- that it is for, `<source> <target> <life of each engine> <leases that had ended at the source>`, and
--- until when it may begin. It is there until the target is known to have fetched by then; what was not,
+-- Fetches that targets are yet to make, of KV that their sources keep for a time: by attempt of the
+-- request, `<source> <target> <life of each engine> <leases that had ended at the source>`, and until
+-- when the fetch may begin. A fetch is kept until the target is known to have made it in time; else
 -- until an answer shows that nothing came too late, or for long.
--- late_fetches(by): attempts that may begin to fetch late by then, with the times, and those
+-- late_fetches(by): returns attempts whose fetch may begin late by then, with the times, and the
 -- records.
 -- Wants locals: fetches, fetching.
 local MOST_FETCHES = 4000

@@ -1,4 +1,4 @@
--- info_of(inc): what its worker reported about itself; empty if that cannot be read.
+-- info_of(inc): returns the worker's registration; empty if that cannot be read.
 -- Wants locals: workers.
 local function info_of(inc)
   local _, info = pcall(cjson.decode, redis.call('HGET', workers, inc))

@@ -1,10 +1,10 @@
--- What is written into the records of workers; see lib/verdict.
--- keep_marks(worker, marks, now): writes them, but for failures that are long over.
--- is_over(name, mark, now): whether a mark is.
--- new_failures(cause, now): the mark of a worker before its first failure.
--- keep_draining(marks, says_so, now): whether a worker drains, whose agent says so or does not: it was
--- told when it last renewed, and outlives a loss of data.
--- VOUCHED_MS: for so long routers vouch for an engine whose agent is away, each time. is_told(away):
+-- Writing of workers' records (lib/verdict).
+-- keep_marks(worker, marks, now): writes marks, but for failures that are long over.
+-- is_over(name, mark, now): whether a mark no longer counts.
+-- new_failures(cause, now): returns the mark of a worker before its first failure.
+-- keep_draining(marks, says_so, now): whether a worker drains. Its agent, which was told when it last
+-- renewed and outlives a loss of data, says so or does not.
+-- VOUCHED_MS: how long routers vouch for an engine whose agent is away, each time. is_told(away):
 -- whether operators were told: not of an agent that was only late.
 -- Wants locals: verdicts; and lib verdict.
 local SHARE_COUNTS = 100

@@ -1,6 +1,6 @@
--- What first tokens do to the mark `late` of a worker, which is a price on it: see app/policy/view.py.
--- note_late(inc, late_ms, now): a first token came so much later than predicted; 0: in time, -1: it is
--- not known. Nothing is looked up for one in time where no worker has marks.
+-- The mark `late` of a worker, which is a price on it: see app/policy/view.py.
+-- note_late(inc, late_ms, now): counts a first token that came late_ms later than predicted; 0: in time,
+-- -1: not known. Nothing is looked up for one in time where no worker has marks.
 -- Wants locals: verdicts; and libs info, verdict, keep_verdict.
 local LATE_FADES_MS = 7000 -- by a factor of e
 local LATE_LEAST_MS = 100

@@ -2,7 +2,7 @@
 -- workers, or one, are, and never the last, nor the last of a role. Those that drain are none of them.
 -- Incarnations that are not routed to yet have leases too, but nothing in `load`.
 -- Wants locals: leases, load; and libs info, verdict.
--- Whether no other live worker does what this one alone does of a request.
+-- Whether this worker alone has its role among live ones.
 local function is_last_of_role(inc, now)
   local role = info_of(inc).role
   if role ~= 'prefill' and role ~= 'decode' then

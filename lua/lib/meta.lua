@@ -1,8 +1,8 @@
 -- read_meta(meta): its block_size, shards and workers_ms, which is 0 if it cannot be read; nothing
 -- if one of the others cannot.
--- other_version(meta, workers, mine): the version of the data model that the namespace holds, if that
--- is not `mine`. Redis may have lost what `meta` says of it: then the workers' entries say it, of which
--- one that is `mine` will do; one without a version is of the first. If nothing says, then nothing.
+-- other_version(meta, workers, mine): returns the namespace's version of the data model if that is not
+-- `mine`. If Redis has lost that of `meta`, the workers' entries say it: one that is `mine` will do, one
+-- without a version is of the first. If none says it, returns nothing.
 -- Wants lib: number.
 local function read_meta(meta)
   local texts = redis.call('HMGET', meta, 'block_size', 'shards', 'workers_ms')

@@ -1,5 +1,5 @@
--- note_workers(meta, now): a worker has registered or says something new of itself. Whoever has seen the
--- moment of the last one sees that this is another, however close, and however the clock was set.
+-- note_workers(meta, now): notes the moment of a new registration. It differs from that of the last one,
+-- however close, and however the clock was set.
 -- Wants lib: number.
 local function note_workers(meta, now)
   local last = whole(redis.call('HGET', meta, 'workers_ms'), 1e15) or 0

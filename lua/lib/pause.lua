@@ -1,5 +1,5 @@
--- is_paused(inc, failed, now): whether the lease of `inc` must stay lapsed, as it failed requests. Never
--- that of the last worker. failed: its mark; nil: none.
+-- is_paused(inc, failed, now): whether the lease of `inc` must stay lapsed, as it failed requests; false
+-- for the last worker. failed: its mark; nil: none.
 -- Wants locals: leases, load.
 local function is_paused(inc, failed, now)
   if not failed or failed.until_ms <= now then

@@ -1,5 +1,5 @@
--- put_predictions(inc, blocks, is_confirmed): records that `inc` will hold `blocks`, or, confirmed, that it
--- does. What is not confirmed has its slice's letter in upper case; confirmed entries stay so.
+-- put_predictions(inc, blocks, is_confirmed): records that `inc` will hold `blocks`, or, confirmed, holds
+-- them. Unconfirmed entries have their slice's letter in upper case; confirmed ones stay confirmed.
 -- Returns how many entries it created or refreshed, and the hashes of those that it created.
 -- Wants locals: predictions, bucket_of, present, is_over.
 local function put_predictions(inc, blocks, is_confirmed)

@@ -1,11 +1,11 @@
 -- A reservation's record, and which reservation an id names. A corrupted record counts for nothing:
 -- the worker's heartbeat finds out, and recounts its load.
--- began_ms_of(attempt): when that try began, by the Redis clock; 0 if the attempt does not say.
--- source_of(key): the key of what is reserved on the worker that computes or holds the prompt for
--- another one. No request id has a space.
--- target_of(key): the key of which this is the source's; nil if it is no source's.
--- is_leased(source): whether it has computed blocks, which it keeps until a lease ends.
--- tag_of(attempt): what tells it from other tries; nil if the attempt does not say.
+-- began_ms_of(attempt): returns when a try began, by the Redis clock; 0 if the attempt does not say.
+-- source_of(key): returns the key of the reservation on the worker that computes or holds the prompt
+-- for this one. No request id has a space.
+-- target_of(key): returns the key whose source this is; nil if it is no source's.
+-- is_leased(source): whether a source's blocks are computed, and kept until a lease ends.
+-- tag_of(attempt): returns what tells a try from others; nil if the attempt does not say.
 -- record_of(key, inc): nil if there is no such reservation, or its record cannot be read.
 -- find(id): the key of the reservation that callers know as `<request_id>~<tag>`, its record and its
 -- inc. The key is just the request id, unless another request had that. Also takes the key itself.

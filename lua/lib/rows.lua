@@ -1,4 +1,4 @@
--- rows(from, names): the records that ARGV holds from there on, each with a text by each of `names`.
+-- rows(from, names): returns the records in ARGV from there on, each with a text by each of `names`.
 local function rows(from, names)
   local records = {}
   for i = from, #ARGV, #names do

@@ -1,12 +1,12 @@
 -- Engines that may hold KV of one prompt as another's: nothing goes there before they have begun anew,
 -- or dropped what they hold.
--- process_of(life): of a life of an engine, as its worker registers it, the part that is the same
--- until its process begins anew; '' if that is not known.
--- life_in(info): that which a worker's registration, JSON, tells; '' if it does not.
--- is_later(life, marked): whether the engine has begun anew, or dropped what it holds, since. An agent
--- that was restarted does not know what its engine has dropped, and tells the process alone.
--- keep_tainted(marks, info, says_so, now): whether it is marked, and still in the life that it was
--- marked in. says_so: its agent has been told so, and outlives a loss of data.
+-- process_of(life): returns the part of an engine's life, as registered, that stays the same until its
+-- process begins anew; '' if that is not known.
+-- life_in(info): returns the life in a worker's registration, JSON; '' if it has none.
+-- is_later(life, marked): whether the engine has begun anew, or dropped what it holds, since. A
+-- restarted agent does not know what its engine has dropped, and tells the process alone.
+-- keep_tainted(marks, info, says_so, now): whether a worker is marked, and in the life that it was
+-- marked in. says_so: its agent, which outlives a loss of data, has been told.
 local function process_of(life)
   return string.match(life, '^[^+]*')
 end

@@ -9,9 +9,9 @@
 -- Each has since_ms, until_ms, cause and witnesses as far as they are known, and of failures count: in a
 -- row, up to 7; last_ms: when the last one was; share: of its tries lately, those that failed, in
 -- thousandths, as of at_ms.
--- marks_of(worker, now): its marks. What cannot be read is nothing.
--- faded(mark, now): its share by now. It fades by itself, so that nobody is avoided for ever.
--- out_of_service(now): the incs of all that drain or are tainted.
+-- marks_of(worker, now): returns the readable marks.
+-- faded(mark, now): returns a mark's share by now, which fades, so that nobody is avoided for ever.
+-- out_of_service(now): returns the incs of all that drain or are tainted.
 -- Wants locals: current, verdicts.
 local SHARE_FADES_MS = 4000 -- by a factor of e
 local LATE_MOST_MS = 600000
