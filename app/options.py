@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from app.core.errors import ConfigError, KvrouteError, cut
-from app.core.printable import printable
+from app.core.errors import ConfigError, KvrouteError, cut, printable
 from app.core.settings import kinds
 from app.core.settings.kinds import (
     CommonSettings,

@@ -9,8 +9,7 @@ from queue import Empty, Full, Queue
 from threading import Lock, Thread
 from typing import Any, Literal
 
-from app.core.errors import cut
-from app.core.printable import printable
+from app.core.errors import cut, printable
 
 MAX_LINES = 10_000
 """That wait to be written. More are lost; how many is told once the stream takes lines again."""

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from app.core.errors import cut, without_values
+from app.core.errors import cut, printable, without_values
 from app.core.pace import Pace
-from app.core.printable import printable
 from app.door.stream import events_in, fields_of, tells_error
 from app.http.json_body import JsonBody
 

@@ -19,8 +19,8 @@ from app.core.errors import (
     NotAllowed,
     PromptTooLarge,
     Unauthorized,
+    printable,
 )
-from app.core.printable import printable
 from app.http.body import error_body
 
 Headers = list[tuple[bytes, bytes]]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import click
 import orjson
 
+from app.core.errors import printable
 from app.core.keys import Keyspace
-from app.core.printable import printable
 from app.core.settings.kinds import CommonSettings
 from app.options import options
 from app.state.connect import connect, deadline, naming

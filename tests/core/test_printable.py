@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from app.core.printable import printable
+from app.core.errors import printable
 
 MISLEADING = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
