@@ -118,103 +118,44 @@ READINGS = GpuReadings(
     pcie_sent_bytes_per_s=1_250_000,
     pcie_received_bytes_per_s=87_654_321_000,
 )
-ENTRY = {
-    "request_active_slots": "3",
-    "request_total_slots": "256",
-    "kv_active_blocks": "1200",
-    "kv_total_blocks": "25000",
-    "num_requests_waiting": "2",
-    "gpu_cache_usage_perc": "0.048",
-    "gpu_prefix_cache_hit_rate": "0.75",
-    "kv_idle_before_evict_s": "412.5",
-    "late_s": "1.5",
-    "kv_leases_ended": "3",
-    "kv_fetched_late": "1",
-    "kv_transfers": "40",
-    "kv_transfers_failed": "2",
-    "engine_steps": "900",
-    "device_blocks": "20000",
-    "host_blocks": "3000",
-    "disk_blocks": "0",
-    "reserved_requests": "4",
-    "reserved_decoding": "2",
-    "reserved_blocks": "1100",
-    "read_s_ago": "0.25",
-    "mean_prefill_tokens": "812.5",
-    "prefill_s_per_token": "1.25e-05",
-    "prefill_s_per_token2": "1.1e-09",
-    "decode_s_per_kv_token": "3e-08",
-    "decode_s_per_seq": "8e-05",
-    "host_s_per_token": "2e-06",
-    "disk_s_per_token": "2e-05",
-    "mean_output_tokens": "212.5",
-    "transfer_s": "0.01",
-    "transfer_s_per_token": "2.6e-05",
-    "decode_s": "0.018",
-    "gpu_memory_used_bytes": "60129542145",
-    "gpu_memory_total_bytes": "85899345920",
-    "gpu_utilisation": "0.37",
-    "gpu_temperature_c": "54",
-    "gpu_power_w": "312.345",
-    "gpu_pcie_sent_bytes_per_s": "1250000",
-    "gpu_pcie_received_bytes_per_s": "87654321000",
-}
+ENTRY_TEXT = """
+    request_active_slots=3 request_total_slots=256 kv_active_blocks=1200 kv_total_blocks=25000
+    num_requests_waiting=2 gpu_cache_usage_perc=0.048 gpu_prefix_cache_hit_rate=0.75
+    kv_idle_before_evict_s=412.5 late_s=1.5 kv_leases_ended=3 kv_fetched_late=1 kv_transfers=40
+    kv_transfers_failed=2 engine_steps=900 device_blocks=20000 host_blocks=3000 disk_blocks=0
+    reserved_requests=4 reserved_decoding=2 reserved_blocks=1100 read_s_ago=0.25
+    mean_prefill_tokens=812.5 prefill_s_per_token=1.25e-05 prefill_s_per_token2=1.1e-09
+    decode_s_per_kv_token=3e-08 decode_s_per_seq=8e-05 host_s_per_token=2e-06 disk_s_per_token=2e-05
+    mean_output_tokens=212.5 transfer_s=0.01 transfer_s_per_token=2.6e-05 decode_s=0.018
+    gpu_memory_used_bytes=60129542145 gpu_memory_total_bytes=85899345920 gpu_utilisation=0.37
+    gpu_temperature_c=54 gpu_power_w=312.345 gpu_pcie_sent_bytes_per_s=1250000
+    gpu_pcie_received_bytes_per_s=87654321000
+"""
+ENTRY = dict(pair.split("=") for pair in ENTRY_TEXT.split())
 
+HIDDEN = """
+    worker engine_life engine_id kv_fingerprint kv_compatible revision kv_hosts bootstrap_port
+    host_total_blocks event_addresses request_active_slots request_total_slots engine_steps
+    device_blocks host_blocks disk_blocks reserved_requests reserved_decoding reserved_blocks
+    read_s_ago mean_prefill_tokens
+"""
+IN_ANSWERS = """
+    address block_size kv_total_blocks max_requests accelerator reuse_blocks recomputed_blocks
+    lookahead_blocks chunk_blocks engine models adapters max_model_len tokenizer tokenizer_hash ill
+    trust trust_cause findings role kv_transfer tp_size kv_lease_s gpu_prefix_cache_hit_rate
+    kv_idle_before_evict_s
+"""
 SHOWN = {
-    "worker": ("", ""),
-    "address": ("address", ""),
-    "block_size": ("block_size", ""),
-    "kv_total_blocks": ("kv_total_blocks", ""),
-    "max_requests": ("max_requests", ""),
-    "accelerator": ("accelerator", ""),
-    "reuse_blocks": ("reuse_blocks", ""),
-    "recomputed_blocks": ("recomputed_blocks", ""),
-    "lookahead_blocks": ("lookahead_blocks", ""),
-    "chunk_blocks": ("chunk_blocks", ""),
-    "engine": ("engine", ""),
-    "models": ("models", ""),
-    "adapters": ("adapters", ""),
-    "max_model_len": ("max_model_len", ""),
-    "tokenizer": ("tokenizer", ""),
-    "tokenizer_hash": ("tokenizer_hash", ""),
-    "ill": ("ill", ""),
-    "trust": ("trust", ""),
-    "trust_cause": ("trust_cause", ""),
-    "findings": ("findings", ""),
-    "role": ("role", ""),
-    "kv_transfer": ("kv_transfer", ""),
-    "tp_size": ("tp_size", ""),
-    "kv_lease_s": ("kv_lease_s", ""),
-    "engine_life": ("", ""),
-    "engine_id": ("", ""),
-    "kv_fingerprint": ("", ""),
-    "kv_compatible": ("", ""),
-    "revision": ("", ""),
-    "kv_hosts": ("", ""),
-    "bootstrap_port": ("", ""),
-    "host_total_blocks": ("", ""),
-    "event_addresses": ("", ""),
-    "request_active_slots": ("", ""),
-    "request_total_slots": ("", ""),
+    **dict.fromkeys(HIDDEN.split(), ("", "")),
+    **{name: (name, "") for name in IN_ANSWERS.split()},
     "kv_active_blocks": ("kv_active_blocks", "kv_active_blocks"),
     "num_requests_waiting": ("num_requests_waiting", "requests_waiting"),
     "gpu_cache_usage_perc": ("gpu_cache_usage", "cache_usage"),
-    "gpu_prefix_cache_hit_rate": ("gpu_prefix_cache_hit_rate", ""),
-    "kv_idle_before_evict_s": ("kv_idle_before_evict_s", ""),
     "late_s": ("late_s", "late_seconds"),
     "kv_leases_ended": ("", "kv_leases_ended"),
     "kv_fetched_late": ("", "kv_fetched_late"),
     "kv_transfers": ("", "kv_transfers"),
     "kv_transfers_failed": ("", "kv_transfers_failed"),
-    "engine_steps": ("", ""),
-    "device_blocks": ("", ""),
-    "host_blocks": ("", ""),
-    "disk_blocks": ("", ""),
-    "reserved_requests": ("", ""),
-    "reserved_decoding": ("", ""),
-    "reserved_blocks": ("", ""),
-    "read_s_ago": ("", ""),
-    "mean_prefill_tokens": ("", ""),
     "gpu_memory_used_bytes": ("memory_used_bytes", "gpu_memory_used_bytes"),
     "gpu_memory_total_bytes": ("memory_total_bytes", "gpu_memory_total_bytes"),
     "gpu_utilisation": ("utilisation", "gpu_utilisation"),
@@ -276,36 +217,43 @@ def test_a_field_missing_from_a_registration_takes_its_default_or_is_refused(ite
 
 
 def test_only_what_most_workers_have_in_common_has_a_default_in_a_registration():
-    assert {item.wire: item.default for item in INFO if item.default is not None} == {
+    defaults = {item.wire: item.default for item in INFO if item.default is not None}
+    expected = {
         "accelerator": "cpu",
-        "reuse_blocks": 1,
-        "recomputed_blocks": 0,
-        "lookahead_blocks": 0,
-        "chunk_blocks": 1,
-        "engine": "",
-        "models": (),
-        "adapters": (),
-        "max_model_len": 0,
-        "tokenizer": "",
-        "tokenizer_hash": "",
-        "ill": "",
+        **dict.fromkeys(("reuse_blocks", "chunk_blocks", "tp_size"), 1),
+        **dict.fromkeys(
+            (
+                "recomputed_blocks",
+                "lookahead_blocks",
+                "max_model_len",
+                "bootstrap_port",
+                "host_total_blocks",
+            ),
+            0,
+        ),
+        **dict.fromkeys(
+            (
+                "engine",
+                "tokenizer",
+                "tokenizer_hash",
+                "ill",
+                "trust_cause",
+                "kv_transfer",
+                "engine_life",
+                "engine_id",
+                "kv_compatible",
+                "revision",
+            ),
+            "",
+        ),
+        **dict.fromkeys(
+            ("models", "adapters", "findings", "kv_fingerprint", "kv_hosts", "event_addresses"), ()
+        ),
         "trust": "exact",
-        "trust_cause": "",
-        "findings": (),
         "role": "both",
-        "kv_transfer": "",
-        "tp_size": 1,
         "kv_lease_s": 0.0,
-        "engine_life": "",
-        "engine_id": "",
-        "kv_fingerprint": (),
-        "kv_compatible": "",
-        "revision": "",
-        "kv_hosts": (),
-        "bootstrap_port": 0,
-        "host_total_blocks": 0,
-        "event_addresses": (),
     }
+    assert defaults == expected
 
 
 @pytest.mark.parametrize("names", [["a", 1], "a"])
