@@ -136,7 +136,7 @@ def _refused_remedy(all_of: Together) -> str:
     if minute["suspensions"] or minute["ended:engine"]:
         return "workers fail what they get: the last errors say which, and why"
     if minute["decisions:all_busy"] or minute["decisions:overloaded"]:
-        return "add workers, or let requests wait: --wait-queue"
+        return "add workers, or let more requests wait, for longer: --wait-queue, --wait-timeout-s"
     return "are workers there that take requests? Their states and causes say why not"
 
 

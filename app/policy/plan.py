@@ -127,7 +127,8 @@ class WorkerSelector:
     def __init__(self, settings: RouterSettings) -> None:
         self._temperature = settings.temperature
         self._session_affinity = settings.session_affinity
-        self._max_queue_s = settings.max_queue_s
+        self.max_queue_s = math.inf
+        """Seconds; a request waits while every worker's prefill queue is longer."""
         self._strict_roles = settings.strict_roles
         self._rng = np.random.default_rng(settings.seed)
         self._decisions = 0
@@ -154,7 +155,7 @@ class WorkerSelector:
             nth=self._decisions,
             temperature=self._temperature,
             cost=_cost(query, view, policy, affinity, published),
-            max_queue_s=math.inf if degraded or not request.reserve else self._max_queue_s,
+            max_queue_s=math.inf if degraded or not request.reserve else self.max_queue_s,
         )
         self._decisions += request.reserve
         decided_from = (query, view, degraded, policy, size, candidates, published, affinity)
@@ -199,7 +200,7 @@ class WorkerSelector:
         if position is None:
             return None
         fraction = query.followed or self._session_affinity
-        most_s = None if math.isinf(self._max_queue_s) else self._max_queue_s
+        most_s = None if math.isinf(self.max_queue_s) else self.max_queue_s
         return Affinity(position, fraction, most_s)
 
 

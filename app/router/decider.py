@@ -136,8 +136,11 @@ class Decider:
                 if pending.request.spending.refused is not None:
                     pending.fail(pending.request.spending.refused)
         undecided = _wanted(batch)
-        if self._waiting is not None and (view.somebody_waits or self._waiting.somebody):
-            undecided = await self._split_waiting(undecided, view)
+        if self._waiting is not None:
+            self._waiting.note_flows(undecided)
+            self._selector.max_queue_s = self._waiting.max_queue_s
+            if view.somebody_waits or self._waiting.somebody:
+                undecided = await self._split_waiting(undecided, view)
         for attempt in range(1, MAX_TRIES + 1):
             if attempt > 1:
                 self._replica.telemetry.retries.inc(len(undecided))

@@ -34,9 +34,8 @@ def test_bad_tenant_weights_are_refused_with_the_expected_format(text):
 
 
 def test_wait_above_s_applies_only_if_requests_may_wait():
-    assert RouterSettings(wait_above_s=2.0).max_queue_s == math.inf
-    assert RouterSettings(wait_queue=1).max_queue_s == math.inf
-    assert RouterSettings(wait_queue=1, wait_above_s=2.0).max_queue_s == 2.0
+    assert RouterSettings(wait_queue=0, wait_above_s=2.0).max_queue_s == math.inf
+    assert RouterSettings(wait_above_s=2.0).max_queue_s == 2.0
 
 
 def test_a_workers_id_and_address_default_to_those_of_its_host(monkeypatch):

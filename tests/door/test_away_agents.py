@@ -52,7 +52,7 @@ async def fleet(redis, url, number=2, **about):
             await stack.enter_async_context(sick_worker(redis, f"e{n}", **about))
             for n in range(number)
         ]
-        client = await stack.enter_async_context(replica(url))
+        client = await stack.enter_async_context(replica(url, wait_queue=0))
         await until_serving(client, number)
         yield engines, client
 
@@ -100,7 +100,7 @@ async def test_a_slot_is_promised_once_while_the_agent_is_away(redis, one_redis_
     async with fleet(redis, url, 1, max_requests=1, prefill_s=1.0) as (engines, client):
         await end_leases(redis)
         await until_away(client, "e0")
-        async with replica(url) as other:
+        async with replica(url, wait_queue=0) as other:
             await until_serving(other, 1)
             assert await away(other) == ["e0"]
             answers = await asyncio.gather(

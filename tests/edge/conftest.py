@@ -18,7 +18,7 @@ class StartReplica(Protocol):
 @asynccontextmanager
 async def started_replica(redis_url, **settings):
     """A client of a replica in this process."""
-    chosen = {"seed": 7, "redis_timeout_ms": 5000} | settings
+    chosen = {"seed": 7, "redis_timeout_ms": 5000, "wait_queue": 0} | settings
     app = create_app(RouterSettings(redis_url=redis_url, namespace=NAMESPACE, **chosen))
     # Exceptions in the application must appear as a client would see them.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

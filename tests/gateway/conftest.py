@@ -249,7 +249,8 @@ class Gateway:
 @asynccontextmanager
 async def picking(redis_url, **settings):
     """A gateway that asks a picker with these settings."""
-    chosen = {"seed": 7, "redis_timeout_ms": 5000, "grpc_port": 0, "drain_s": 0.0} | settings
+    refuses = {"wait_queue": 0, "seed": 7, "redis_timeout_ms": 5000}
+    chosen = refuses | {"grpc_port": 0, "drain_s": 0.0} | settings
     given = PickerSettings(redis_url=redis_url, namespace=NAMESPACE, comment_every_s=0.0, **chosen)
     app = create_app(given)
     processor = Processor(app, given)

@@ -156,10 +156,12 @@ def test_no_decision_is_possible_without_workers_room_or_a_worker_that_is_large_
 
 def test_a_request_waits_for_a_short_queue_unless_it_reserves_nothing():
     view = view_of(Load(prefill_us=3_000_000, requests=1))
-    limits = {"wait_queue": 8, "wait_above_s": 2.0}
+    selector = WorkerSelector(RouterSettings(seed=1))
+    assert worker(selector.plan(query(), view)) == "a"
+    selector.max_queue_s = 2.0
     with pytest.raises(AllWorkersBusy, match="or have over 2 s of prefills queued"):
-        plan(query(), view, **limits)
-    assert worker(plan(query(reserve=False), view, **limits)) == "a"
+        selector.plan(query(), view)
+    assert worker(selector.plan(query(reserve=False), view)) == "a"
 
 
 def test_without_redis_the_least_loaded_worker_is_taken_however_full_it_looks():

@@ -97,7 +97,7 @@ class Replica(Router):
     """A router on a connection pool of its own, with its runner accessible."""
 
     def __init__(self, redis, keyspace=KEYS, **settings):
-        chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7} | settings)
+        chosen = RouterSettings(namespace=NAMESPACE, **{"seed": 7, "wait_queue": 0} | settings)
         self.runner = ScriptedRunner(redis)
         super().__init__(
             self.runner, keyspace, chosen, Fleet(redis, keyspace, TIMEOUT_S), telemetry=Telemetry()

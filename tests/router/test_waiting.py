@@ -92,16 +92,16 @@ def test_the_more_workers_there_are_the_more_requests_go_at_once(openings, worke
 
 
 class TestOff:
-    async def test_without_the_setting_nobody_waits(self, one_redis_server, workers):
+    async def test_without_a_queue_nobody_waits(self, one_redis_server, workers):
         await workers.register("w1", max_requests=1)
-        async with running(one_redis_server.url, wait_above_s=0.5) as replica:
+        async with running(one_redis_server.url, wait_queue=0, wait_above_s=0.5) as replica:
             await workers.occupy("w1", "x", prefill_s=100.0)
             with pytest.raises(AllWorkersBusy, match=r"all eligible workers \(1\) are full$"):
                 await replica.route(request("r1"))
             await workers.register("w2", max_requests=2)
             await workers.occupy("w2", "y", prefill_s=100.0)
-            # Without wait_queue, wait_above_s has no effect: a worker with a long queue is taken.
-            assert (await replica.route(request("r2"))).waited_ms == 0
+            # Without a queue, wait_above_s has no effect: a worker with a long one is taken.
+            assert (await replica.route(request("r2", tenant="other"))).waited_ms == 0
 
 
 class TestWhoWaits:
@@ -143,8 +143,11 @@ class TestWhoWaits:
             # w2 has room, so nothing waits: the policy chooses between w1 and w2.
             assert (await replica.route(request("r1", "latency"))).worker.key.worker_id == "w2"
             await workers.occupy("w2", "y", prefill_s=100.0)
+            # One tenant's requests have only each other to wait for: the engines' queues do.
+            assert (await replica.route(request("r0", "latency"))).waited_ms == 0
+            await replica.release("r0")
             crowd = Crowd(redis)
-            await crowd.join(replica, "r2")
+            await crowd.join(replica, "r2", tenant="other")
             assert replica.counted("decisions", policy="least_loaded", outcome="routed") == 0
             await replica.prefill_complete("x")
             assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"

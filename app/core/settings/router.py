@@ -226,17 +226,18 @@ class RouterSettings(CommonSettings):
         heading="Agents that are away",
     )
     wait_queue: int = setting(
-        0,
+        512,
         "Requests that may wait at this replica while no worker can take them; 0: they are refused "
         "(429).",
         Integers(0, 4096),
         heading="Waiting",
         often=True,
     )
-    wait_above_s: float | None = setting(
-        None,
-        "With --wait-queue, requests wait, or are refused, while every worker's prefill queue is "
-        "predicted to last longer than this; unset: while all workers are at --max-requests.",
+    wait_above_s: float = setting(
+        1.0,
+        "While requests of several tenants or priorities come in, they wait while every worker's "
+        "prefill queue is predicted to last longer than this; with one, while all workers are at "
+        "--max-requests.",
         SECONDS,
     )
     wait_timeout_s: float = setting(
@@ -280,9 +281,9 @@ class RouterSettings(CommonSettings):
 
     @property
     def max_queue_s(self) -> float:
-        """Longest queue of a worker that takes requests, seconds; infinite unless requests may wait
-        for it to shorten and --wait-above-s is set."""
-        return math.inf if self.wait_above_s is None or not self.wait_queue else self.wait_above_s
+        """Longest prefill queue, in seconds, of a worker that takes requests while several flows
+        come in; infinite if no request may wait."""
+        return self.wait_above_s if self.wait_queue else math.inf
 
 
 CARRIAGE_SETTINGS = (
