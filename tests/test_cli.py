@@ -567,7 +567,7 @@ def test_a_gateway_that_is_not_installed_is_named(monkeypatch):
     assert (result.exit_code, "envoy is not installed" in result.output) == (1, True)
 
 
-@pytest.mark.parametrize("more", [[], ["--planner"], ["--wait-queue=9"]])
+@pytest.mark.parametrize("more", [[], ["--planner", "--wait-queue=0"]])
 def test_a_cluster_without_workers_needs_who_starts_one_and_where_to_wait(more):
     result = CliRunner().invoke(main, ["up", "--workers=0", *more])
     assert result.exit_code == 1
