@@ -115,7 +115,10 @@ class Unauthorized(KvrouteError):
 
 
 class NotAllowed(InvalidRequest):
-    """A request asks for what its key does not allow. field: the member that asks for it."""
+    """A request asks for what its key does not allow.
+
+    field: the member that asks for it.
+    """
 
 
 class Crowded(KvrouteError):
@@ -221,6 +224,7 @@ class PromptTooLarge(RoutingError):
 
 class AllWorkersBusy(RoutingError):
     """No eligible worker can take another request now, or could while this one waited.
+
     retry_after_s: predicted time until the worker with the shortest queue has prefilled all of it.
     """
 

@@ -109,8 +109,10 @@ class Spending:
 
 
 class RateLimited(RoutingError):
-    """Refusal, for now, by a key's limits. limit: the one that refuses. left: of requests and
-    tokens, by limit; -1: no limit."""
+    """The limits of a key do not let a request in for now.
+
+    limit: the one that refuses. left: of requests and tokens, by limit; -1: no limit.
+    """
 
     outcome = "limited"
 
