@@ -390,3 +390,20 @@ def bucket_name(block, bits):
 @pytest.fixture
 def space(redis_client):
     return Namespace(redis_client)
+
+
+@pytest.fixture
+async def a(space):
+    """The incarnation of worker `a`, which registers first."""
+    return await space.worker("a")
+
+
+@pytest.fixture
+async def b(space):
+    return await space.worker("b")
+
+
+@pytest.fixture
+def inc(a):
+    """The incarnation of worker `a`, in tests that need no other."""
+    return a

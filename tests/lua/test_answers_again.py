@@ -9,8 +9,7 @@ async def answers_again(space, names):
 
 
 @pytest.mark.oldest_too
-async def test_a_worker_that_answers_again_is_left_alone_for_that_no_more(space):
-    inc = await space.worker("a")
+async def test_a_worker_that_answers_again_is_left_alone_for_that_no_more(space, inc):
     until_ms = await space.now_ms() + 60_000
     names = ("lacks /tokenize", "lacks poems", "caller b")
     await space.mark("a", **{name: {"until_ms": until_ms} for name in names})

@@ -61,8 +61,7 @@ async def test_small_hashes_keep_their_leading_zeros(space):
     assert await space.redis.hgetall(space.key("blocks:00")) == {b"000000000000002a": b"1d"}
 
 
-async def test_batches_are_applied_in_order(space):
-    inc = await space.worker("a")
+async def test_batches_are_applied_in_order(space, inc):
     assert await space.apply(inc, 1, [(A, DEVICE)])
     assert await space.apply(inc, 2, [(B, DEVICE)])
     assert await space.apply(inc, 3, [(A, None)])
@@ -71,16 +70,14 @@ async def test_batches_are_applied_in_order(space):
     assert await space.owners(B) == "1d"
 
 
-async def test_a_repeated_batch_is_applied_once(space):
-    inc = await space.worker("a")
+async def test_a_repeated_batch_is_applied_once(space, inc):
     await space.apply(inc, 1, [(A, DEVICE)])
     await space.apply(inc, 2, [(A, None), (B, DEVICE)])
     assert await space.apply(inc, 2, [(A, DEVICE)])
     assert await space.owners(A) is None
 
 
-async def test_an_older_batch_that_arrives_again_is_not_applied(space):
-    inc = await space.worker("a")
+async def test_an_older_batch_that_arrives_again_is_not_applied(space, inc):
     await space.apply(inc, 1, [(A, DEVICE)])
     await space.apply(inc, 2, [(A, None)])
     await space.apply(inc, 3, [(B, DEVICE)])
@@ -90,8 +87,7 @@ async def test_an_older_batch_that_arrives_again_is_not_applied(space):
 
 
 @pytest.mark.parametrize("first", [2, 7])
-async def test_a_batch_after_a_missing_one_is_refused(space, first):
-    inc = await space.worker("a")
+async def test_a_batch_after_a_missing_one_is_refused(space, inc, first):
     assert not await space.apply(inc, first, [(A, DEVICE)])
     assert await space.owners(A) is None
     assert await space.get("applied", inc) == "0 nonce-a"
@@ -103,14 +99,12 @@ async def test_an_unknown_incarnation_may_not_write(space):
     assert await space.owners(A) is None
 
 
-async def test_another_process_may_not_write_as_this_incarnation(space):
-    inc = await space.worker("a")
+async def test_another_process_may_not_write_as_this_incarnation(space, inc):
     assert not await space.apply(inc, 1, [(A, DEVICE)], nonce="stranger")
     assert await space.owners(A) is None
 
 
-async def test_an_emptied_redis_takes_no_batch(space):
-    inc = await space.worker("a")
+async def test_an_emptied_redis_takes_no_batch(space, inc):
     await space.redis.flushall()
     assert not await space.apply(inc, 1, [(A, DEVICE)])
     assert await space.redis.dbsize() == 0
@@ -168,8 +162,7 @@ async def test_a_removal_leaves_the_other_owners(space):
     assert await space.owners(A) == "2d"
 
 
-async def test_removal_by_the_last_owner_leaves_no_empty_field(space):
-    inc = await space.worker("a")
+async def test_removal_by_the_last_owner_leaves_no_empty_field(space, inc):
     await space.hold(inc, [A, B])
     assert await space.apply(inc, 2, [(A, None)])
     assert await space.redis.hgetall(space.key("blocks:aa")) == {b"b" * 16: b"1d"}
@@ -177,8 +170,7 @@ async def test_removal_by_the_last_owner_leaves_no_empty_field(space):
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_removing_unpublished_blocks_is_harmless(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_removing_unpublished_blocks_is_harmless(space, a, b):
     await space.hold(a, [A])
     space.set_chain([A, B])
     assert await space.apply(b, 1, [(A, None), (B, None)])
@@ -214,15 +206,13 @@ async def test_a_change_replaces_the_entry_of_its_incarnation_and_no_other(
 
 
 @pytest.mark.parametrize("mark", ["spoilt", "", "7", "-1 nonce-a", "0 stranger", "x nonce-a"])
-async def test_an_invalid_mark_leads_to_a_resync(space, mark):
-    inc = await space.worker("a")
+async def test_an_invalid_mark_leads_to_a_resync(space, inc, mark):
     await space.redis.hset(space.key("applied"), str(inc), mark)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
 
 
 @pytest.mark.parametrize("bits", ["spoilt", "", "0", "25", "1e1"])
-async def test_an_invalid_layout_leads_to_a_resync(space, bits):
-    inc = await space.worker("a")
+async def test_an_invalid_layout_leads_to_a_resync(space, inc, bits):
     await space.redis.hset(space.key("shard"), "bucket_bits", bits)
     assert not await space.apply(inc, 1, [(A, DEVICE)])
     assert await space.match([A]) == [{}], "queries find nothing meanwhile"
@@ -230,8 +220,7 @@ async def test_an_invalid_layout_leads_to_a_resync(space, bits):
     assert await space.apply(again, 1, [(A, DEVICE)])
 
 
-async def test_a_field_says_where_engines_go_on_before_its_owners(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_field_says_where_engines_go_on_before_its_owners(space, a, b):
     changes = [Change(A, DEVICE, A, 5), Change(B, DEVICE, A), Change(C, HOST, A, -33)]
     assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
     changes = [Change(block, DEVICE, A, back) for block, back in ((A, 12), (B, 0), (C, 1))]

@@ -85,8 +85,7 @@ async def test_both_questions_are_answered_by_one_call(space, inc):
     )
 
 
-async def test_every_entry_of_an_incarnation_is_found_and_none_of_another(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_every_entry_of_an_incarnation_is_found_and_none_of_another(space, a, b):
     small = SequenceHash(5 << 56)
     for block in (A, B, small):
         space.set_chain([block])

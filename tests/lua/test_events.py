@@ -11,8 +11,7 @@ async def told(space):
     return [(event.kind, event.subject) for event in reversed(found)]
 
 
-async def test_a_workers_life_is_told(space):
-    inc = await space.worker("a")
+async def test_a_workers_life_is_told(space, inc):
     for undo in (False, False, True):
         await space.do(leases.drain(space.keys, A, undo=undo))
     again = await space.register("a", resync=True)
@@ -28,8 +27,7 @@ async def test_a_workers_life_is_told(space):
     ]
 
 
-async def test_a_worker_that_fails_and_dies_is_told(space):
-    inc = await space.worker("a")
+async def test_a_worker_that_fails_and_dies_is_told(space, inc):
     await space.worker("b")
     await space.reserve(inc, "r1")
     await space.suspend("r1")

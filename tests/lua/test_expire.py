@@ -5,8 +5,7 @@ from app.core.loads import Load
 
 
 @pytest.mark.oldest_too
-async def test_an_expired_reservation_gives_everything_back(space):
-    inc = await space.worker("a")
+async def test_an_expired_reservation_gives_everything_back(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
     await space.prefill_complete("r1")
@@ -18,8 +17,7 @@ async def test_an_expired_reservation_gives_everything_back(space):
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_reservation_stays_until_it_expires(space):
-    inc = await space.worker("a")
+async def test_a_reservation_stays_until_it_expires(space, inc):
     await space.reserve(inc, "r2")
     await space.reserve(inc, "r1", ttl_ms=1)
     await space.until_reservation_expires("r1")
@@ -29,8 +27,7 @@ async def test_a_reservation_stays_until_it_expires(space):
     assert await space.release("r2")
 
 
-async def test_no_more_than_the_limit_expire_in_one_step(space):
-    inc = await space.worker("a")
+async def test_no_more_than_the_limit_expire_in_one_step(space, inc):
     requests = ["r0", "r1", "r2", "r3", "r4"]
     for request_id in requests:
         await space.reserve(inc, request_id)
@@ -44,8 +41,7 @@ async def test_no_more_than_the_limit_expire_in_one_step(space):
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space):
-    inc = await space.worker("a")
+async def test_a_reservation_expires_on_a_worker_whose_lease_lapsed(space, inc):
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
     await space.until_lease_lapses(inc)
@@ -66,8 +62,7 @@ async def test_a_redis_that_takes_no_writes_is_noticed_though_nothing_expires(sp
         await space.redis.replicaof("NO", "ONE")
 
 
-async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(space):
-    inc = await space.worker("a")
+async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(space, inc):
     for request_id in ("r1", "r2"):
         await space.reserve(inc, request_id)
     await space.redis.hset(space.key("load"), str(inc), "spoilt")
@@ -79,8 +74,7 @@ async def test_a_reservation_expires_even_if_its_record_or_load_is_unreadable(sp
     assert (await space.load(inc)).requests == 0
 
 
-async def test_what_is_left_of_a_request_ends_when_its_time_is_up(space):
-    inc = await space.worker("a")
+async def test_what_is_left_of_a_request_ends_when_its_time_is_up(space, inc):
     for request_id in ("no record", "no reservation"):
         await space.reserve(inc, request_id)
     await space.redis.hdel(space.keys[f"requests:{inc}"], "no record")

@@ -18,8 +18,7 @@ async def extend(space, inc, request_id="r1", attempt="1000-aa", *, decoding=Fal
 
 
 @pytest.mark.oldest_too
-async def test_what_is_extended_lasts_on_and_counts_as_before(space):
-    inc = await space.worker("a")
+async def test_what_is_extended_lasts_on_and_counts_as_before(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=500)
     load = await space.load(inc)
     before = await space.now_ms()
@@ -29,16 +28,14 @@ async def test_what_is_extended_lasts_on_and_counts_as_before(space):
     assert await space.load(inc) == load
 
 
-async def test_what_no_door_extends_any_more_ends_soon(space):
-    inc = await space.worker("a")
+async def test_what_no_door_extends_any_more_ends_soon(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa", ttl_ms=600_000)
     assert await extend(space, inc) is EXTENDED
     assert await space.expires_ms("expiry", "r1") <= await space.now_ms() + CARRIED_MS
 
 
 @pytest.mark.parametrize("decoding", [False, True])
-async def test_what_expired_meanwhile_is_reserved_again(space, decoding):
-    inc = await space.worker("a")
+async def test_what_expired_meanwhile_is_reserved_again(space, inc, decoding):
     await space.reserve(inc, "r1", attempt="1000-aa")
     if decoding:
         await space.prefill_complete("r1")
@@ -77,8 +74,7 @@ async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space):
     assert (await space.load(inc)).decoding == 1
 
 
-async def test_what_a_later_try_took_over_is_left_to_it(space):
-    inc = await space.worker("a")
+async def test_what_a_later_try_took_over_is_left_to_it(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="2000-aa", ttl_ms=600_000)
     before = await space.contents()
@@ -88,8 +84,7 @@ async def test_what_a_later_try_took_over_is_left_to_it(space):
     assert await space.expires_ms("expiry", "r1") == expires_ms
 
 
-async def test_another_request_with_the_same_id_is_not_extended(space):
-    inc = await space.worker("a")
+async def test_another_request_with_the_same_id_is_not_extended(space, inc):
     await space.reserve(inc, "r1", attempt="1000-bb", ttl_ms=600_000)
     expires_ms = await space.expires_ms("expiry", "r1")
     assert await extend(space, inc, attempt="1000-aa") is AGAIN
@@ -97,8 +92,7 @@ async def test_another_request_with_the_same_id_is_not_extended(space):
     assert (await space.load(inc)).requests == 2
 
 
-async def test_nothing_is_reserved_again_on_a_worker_that_is_gone(space):
-    inc = await space.worker("a")
+async def test_nothing_is_reserved_again_on_a_worker_that_is_gone(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.retire("a", inc)
     before = await space.contents()

@@ -122,8 +122,7 @@ async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space)
     assert not (await space.loads()).loads
 
 
-async def test_an_engine_that_does_not_tell_its_life_stays_out(space):
-    inc = await space.worker("a")
+async def test_an_engine_that_does_not_tell_its_life_stays_out(space, inc):
     assert await taint(space, space.infos[inc])
     assert await space.renew(inc)
     assert not (await space.loads()).loads

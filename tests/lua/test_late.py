@@ -20,8 +20,7 @@ async def told(space, request_id, late_ms):
     await space.do(reservations.prefill_complete(space.keys, [one]))
 
 
-async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(space):
-    inc = await space.worker("a")
+async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(space, inc):
     seen = []
     for number, late in enumerate((0, None, 8000, 8000, None, 0, 0, 0, 0, 0, 0)):
         await space.reserve(inc, f"r{number}")
@@ -33,8 +32,7 @@ async def test_how_late_first_tokens_come_is_a_mean_that_those_in_time_end(space
     assert seen[-1] is None
 
 
-async def test_one_told_with_the_end_counts_once(space):
-    inc = await space.worker("a")
+async def test_one_told_with_the_end_counts_once(space, inc):
     await space.reserve(inc, "r1")
     await told(space, "r1", 1000)
     assert await late_ms(space) == 500

@@ -10,16 +10,14 @@ from tests.lua.conftest import NO_LOAD, info
 
 
 @pytest.mark.oldest_too
-async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_every_live_worker_has_a_load_and_the_time_is_the_redis_clock(space, a, b):
     before = await space.now_ms()
     snapshot = await space.loads()
     assert before <= snapshot.now_ms <= await space.now_ms()
     assert snapshot.loads == {a: NO_LOAD, b: NO_LOAD}
 
 
-async def test_a_load_adds_up_what_is_reserved(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_load_adds_up_what_is_reserved(space, a, b):
     await space.reserve(b, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(b, "r2", tokens=50, us=2000, blocks=3)
     snapshot = await space.loads()
@@ -44,8 +42,7 @@ async def test_a_staged_incarnation_is_left_out(space):
     assert set((await space.loads()).loads) == {old}
 
 
-async def test_a_namespace_without_live_workers_has_no_loads(space):
-    inc = await space.worker("a")
+async def test_a_namespace_without_live_workers_has_no_loads(space, inc):
     await space.retire("a", inc)
     assert (await space.loads()).loads == {}
 
@@ -58,8 +55,7 @@ async def test_a_namespace_of_another_version_is_an_error(space, text, held):
         await space.loads()
 
 
-async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost_it(space):
-    inc = await space.worker("a")
+async def test_the_entries_of_workers_say_what_version_a_namespace_has_that_lost_it(space, inc):
     before = await space.loads()
     for lost in (None, "x"):
         await space.redis.hdel(space.key("meta"), "version")
@@ -89,17 +85,15 @@ async def test_a_missing_namespace_is_an_error(space):
         *(" ".join("9" * 16 if i == field else "0" for i in range(8)) for field in range(8)),
     ],
 )
-async def test_an_unreadable_load_is_left_out(space, text):
+async def test_an_unreadable_load_is_left_out(space, a, b, text):
     """`reserve` refuses its worker, too."""
-    a, b = await space.worker("a"), await space.worker("b")
     await space.redis.hset(space.key("load"), str(a), text)
     assert set((await space.loads()).loads) == {b}
     refused = await space.reserve(a, "r1")
     assert set(refused.fresh.loads) == {b}
 
 
-async def test_leases_and_loads_of_no_incarnation_are_left_out(space):
-    inc = await space.worker("a")
+async def test_leases_and_loads_of_no_incarnation_are_left_out(space, inc):
     endless = "9" * 5000
     await space.redis.zadd(space.key("leases"), {"junk": 9e15, "77": 9e15, endless: 9e15})
     loads = {"junk": "0 0 0 0 0 0 0 0", "78": "", endless: "0 0 0 0 0 0 0 0", endless + "9": ""}
@@ -109,8 +103,7 @@ async def test_leases_and_loads_of_no_incarnation_are_left_out(space):
     assert snapshot.lapsed == {78}
 
 
-async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space):
-    inc = await space.worker("a")
+async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space, inc):
     ahead = await space.now_ms() + 60_000
     await space.redis.hset(space.key("meta"), "workers_ms", ahead)
     await space.worker("b")
@@ -130,8 +123,7 @@ async def test_workers_ms_changes_only_when_a_worker_registers(space):
 
 
 @pytest.mark.parametrize("value", ["spoilt", "", None])
-async def test_an_unreadable_workers_ms_is_zero(space, value):
-    inc = await space.worker("a")
+async def test_an_unreadable_workers_ms_is_zero(space, inc, value):
     if value is None:
         await space.redis.hdel(space.key("meta"), "workers_ms")
     else:

@@ -37,15 +37,13 @@ class CountingTrips(ScriptRunner):
 
 
 @pytest.mark.oldest_too
-async def test_owners_are_returned_as_runs_with_their_last_positions(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_owners_are_returned_as_runs_with_their_last_positions(space, a, b):
     await space.hold(a, [A, B, C])
     await space.hold(b, [A])
     assert await runs(space, [A, B, C, D, E]) == [[1, b"1d2d", 3, b"1d"]]
 
 
-async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space, a, b):
     await space.hold(a, [A, B, C])
     await space.hold(b, [A])
     overlaps = {a: TierOverlap(device=3), b: TierOverlap(device=1)}
@@ -53,20 +51,17 @@ async def test_overlap_is_the_leading_blocks_that_a_worker_holds(space):
     assert await space.match([A, B, C]) == [overlaps]
 
 
-async def test_overlap_is_counted_by_tier(space):
-    inc = await space.worker("a")
+async def test_overlap_is_counted_by_tier(space, inc):
     await space.apply(inc, 1, [(A, DEVICE), (B, DEVICE), (C, HOST), (D, DISK)])
     assert await space.match([A, B, C, D, E]) == [{inc: TierOverlap(device=2, host=1, disk=1)}]
 
 
-async def test_a_worker_with_blocks_only_on_disk_counts_too(space):
-    inc = await space.worker("a")
+async def test_a_worker_with_blocks_only_on_disk_counts_too(space, inc):
     await space.hold(inc, [A, B], DISK)
     assert await space.match([A, B]) == [{inc: TierOverlap(disk=2)}]
 
 
-async def test_a_chain_that_nobody_holds_has_no_overlap(space):
-    inc = await space.worker("a")
+async def test_a_chain_that_nobody_holds_has_no_overlap(space, inc):
     await space.hold(inc, [A])
     assert await space.match([D, E]) == [{}]
     assert await runs(space, [D, E]) == [[]]
@@ -78,15 +73,13 @@ async def test_an_empty_chain_has_no_overlap(space):
 
 
 @pytest.mark.parametrize("length", range(1, 6))
-async def test_a_chain_of_any_length_is_matched_to_its_end(space, length):
-    inc = await space.worker("a")
+async def test_a_chain_of_any_length_is_matched_to_its_end(space, inc, length):
     blocks = [A, B, C, D, E]
     await space.hold(inc, blocks)
     assert await space.match(blocks[:length]) == [{inc: TierOverlap(device=length)}]
 
 
-async def test_a_change_of_owners_is_found_by_bisecting(space):
-    inc = await space.worker("a")
+async def test_a_change_of_owners_is_found_by_bisecting(space, inc):
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
     space.set_chain(chain)
     await space.hold(inc, chain[:300])
@@ -102,8 +95,7 @@ async def test_a_change_of_owners_is_found_by_bisecting(space):
     assert stats["cmdstat_hget"]["calls"] == 1 + 2
 
 
-async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space):
-    inc = await space.worker("a")
+async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space, inc):
     chain = chain_of(random.Random(2), WHOLE_CHAIN)
     space.set_chain(chain)
     await space.hold(inc, chain[:300])
@@ -122,9 +114,8 @@ async def test_a_change_of_owners_is_looked_for_at_the_guesses_first(space):
 
 
 @pytest.mark.parametrize("shared", [1, 700, 703, 704])
-async def test_the_point_where_prompts_diverge_is_searched_for_once(space, shared):
+async def test_the_point_where_prompts_diverge_is_searched_for_once(space, a, b, shared):
     """A long prompt that begins like an earlier one is looked up in one round trip."""
-    a, b = await space.worker("a"), await space.worker("b")
     rng = random.Random(3)
     first, second = chain_of(rng, 2000), chain_of(rng, 1800)
     second[:shared] = first[:shared]
@@ -161,8 +152,7 @@ async def test_a_dead_incarnation_does_not_hide_where_prompts_diverge(space):
         assert runner.trips == trips
 
 
-async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space, a, b):
     chain = [A, B, C, D, E]
     await space.hold(a, chain)
     await space.hold(b, [A])
@@ -170,8 +160,7 @@ async def test_a_block_deleted_in_the_middle_does_not_break_the_answer(space):
     assert await runs(space, chain) == [[1, b"1d2d", 2, b"1d", 5, b"1d"]]
 
 
-async def test_several_chains_are_answered_in_order(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_several_chains_are_answered_in_order(space, a, b):
     await space.hold(a, [A, B])
     await space.hold(b, [D])
     assert await space.match([D, E], [C], [A, B], []) == [
@@ -182,8 +171,7 @@ async def test_several_chains_are_answered_in_order(space):
     ]
 
 
-async def test_entries_of_dead_incarnations_are_ignored(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_entries_of_dead_incarnations_are_ignored(space, a, b):
     await space.hold(a, [A, B, C, D, E])
     # Half swept already, with holes that no live incarnation's blocks would have.
     await space.apply(a, 2, [(A, None), (C, None)])
@@ -209,8 +197,7 @@ async def test_in_a_missing_shard_nobody_holds_anything(space):
     assert await runs(space, [A]) == [[]]
 
 
-async def test_a_bucket_of_another_type_holds_nothing(space):
-    inc = await space.worker("a")
+async def test_a_bucket_of_another_type_holds_nothing(space, inc):
     chain = chain_of(random.Random(1), 17)
     space.set_chain([A, *chain[1:16], B])
     await space.hold(inc, [A, *chain[1:16], B])
@@ -218,8 +205,7 @@ async def test_a_bucket_of_another_type_holds_nothing(space):
     assert await space.match([A, *chain[1:16], B]) == [{inc: TierOverlap(device=16)}]
 
 
-async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(space):
-    inc = await space.worker("a")
+async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(space, inc):
     other = space.keys.of_shard(1)
     assert await space.do(index.open_shard(other, inc, "nonce-a", 8))
     assert [shard_of(block, 2) for block in (A, B)] == [0, 1]
@@ -231,8 +217,7 @@ async def test_each_shard_looks_up_the_chains_that_begin_with_its_blocks(space):
     assert overlaps == [{inc: TierOverlap(device=2)}, {inc: TierOverlap(device=1, host=1)}]
 
 
-async def test_a_call_sent_along_is_answered_too(space):
-    inc = await space.worker("a")
+async def test_a_call_sent_along_is_answered_too(space, inc):
     await space.hold(inc, [A])
     overlaps, [snapshot] = await overlap.match(
         space.runner, space.keys, [[A, B]], along=[reservations.loads(space.keys)]
@@ -295,8 +280,7 @@ class LosingABucket(CountingTrips):
         return await super().run_each(calls)
 
 
-async def test_where_the_second_round_trip_fails_the_first_still_counts(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_where_the_second_round_trip_fails_the_first_still_counts(space, a, b):
     blocks = chain_of(random.Random(1), 2000)
     space.set_chain(blocks)
     await space.hold(a, blocks[:1000])
@@ -417,8 +401,7 @@ def plain_walk(held, chain):
     return overlaps
 
 
-async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_run_ends_with_what_its_last_field_says_of_where_engines_go_on(space, a, b):
     changes = [Change(A, DEVICE, A, 1), Change(B, DEVICE, A, 2), Change(C, DEVICE, A, -3)]
     assert await space.do(index.apply(space.shard, a, "nonce-a", 1, changes))
     space.set_chain([A, B, C])

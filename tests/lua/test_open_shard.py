@@ -48,8 +48,7 @@ async def test_a_number_under_which_the_same_process_has_published_is_refused(sp
     assert not await opened(space, 1)
 
 
-async def test_a_number_whose_entries_are_not_swept_yet_is_refused(space):
-    inc = await space.worker("a")
+async def test_a_number_whose_entries_are_not_swept_yet_is_refused(space, inc):
     await space.hold(inc, [A])
     await space.retire("a", inc)
     await space.sweep(max_buckets=1)

@@ -11,8 +11,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
 @pytest.mark.oldest_too
-async def test_blocks_routed_to_a_worker_are_predicted_there(space):
-    inc = await space.worker("a")
+async def test_blocks_routed_to_a_worker_are_predicted_there(space, inc):
     assert await space.predict(inc, CHAIN, HOURS) == 32
     assert await space.predicted(CHAIN, HOURS) == {inc: 64}
     assert await space.predicted(CHAIN[:20], HOURS) == {inc: 20}
@@ -31,8 +30,7 @@ async def test_workers_with_similar_numbers_are_distinguished(space):
     assert await space.predicted(CHAIN, HOURS) == {a: 64, b: 12}
 
 
-async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(space):
-    inc = await space.worker("a")
+async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(space, inc):
     await space.predict(inc, CHAIN[:40], HOURS)
     assert await space.predict(inc, CHAIN[:40], HOURS) == 0
     assert await space.predict(inc, CHAIN, HOURS) == len([44, 48, 52, 56, 60, 64])
@@ -40,15 +38,13 @@ async def test_blocks_already_recorded_in_the_current_slice_cost_nothing_more(sp
     assert sum(int(n) for name, n in counted.items() if len(name) == 1) == 32
 
 
-async def test_an_empty_chain_predicts_nothing(space):
-    inc = await space.worker("a")
+async def test_an_empty_chain_predicts_nothing(space, inc):
     assert await space.predict(inc, [], HOURS) == 0
     assert await space.predicted([], HOURS) == {}
     assert await space.predicted(CHAIN, HOURS) == {}
 
 
-async def test_a_retired_incarnation_gets_no_predictions(space):
-    inc = await space.worker("a")
+async def test_a_retired_incarnation_gets_no_predictions(space, inc):
     await space.predict(inc, CHAIN, HOURS)
     await space.retire("a", inc)
     await space.sweep(max_buckets=0)
@@ -56,9 +52,8 @@ async def test_a_retired_incarnation_gets_no_predictions(space):
     assert await space.predict(inc, OTHER, HOURS) == 0
 
 
-async def test_a_prediction_stays_while_it_is_used_and_then_expires(space):
+async def test_a_prediction_stays_while_it_is_used_and_then_expires(space, inc):
     """Entries are aged by moving their slices back."""
-    inc = await space.worker("a")
     await space.predict(inc, CHAIN, HOURS)
     await space.age_predictions(4)
     assert await space.predicted(CHAIN, HOURS) == {inc: 64}
@@ -70,8 +65,7 @@ async def test_a_prediction_stays_while_it_is_used_and_then_expires(space):
     assert await space.predicted(CHAIN, HOURS) == {}
 
 
-async def test_the_oldest_predictions_are_given_up_at_the_limit(space):
-    inc = await space.worker("a")
+async def test_the_oldest_predictions_are_given_up_at_the_limit(space, inc):
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
     for chain, slices in zip(chains, (1, 1, 2), strict=False):
@@ -83,8 +77,7 @@ async def test_the_oldest_predictions_are_given_up_at_the_limit(space):
     assert predicted == [{}, {}, {inc: 64}, {inc: 64}]
 
 
-async def test_expired_predictions_do_not_count_towards_the_limit(space):
-    inc = await space.worker("a")
+async def test_expired_predictions_do_not_count_towards_the_limit(space, inc):
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=100)
     chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(4)]
     for chain, slices in ((chains[0], 0), (chains[1], 4), (chains[2], 1), (chains[3], 0)):
@@ -94,9 +87,8 @@ async def test_expired_predictions_do_not_count_towards_the_limit(space):
     assert await space.predicted(chains[2], few) == {inc: 64}
 
 
-async def test_only_slices_count_towards_the_limit(space):
+async def test_only_slices_count_towards_the_limit(space, inc):
     """The field `bucket_bits` begins with the letter of a slice that has not expired."""
-    inc = await space.worker("a")
     now = await space.now_ms()
     lifetime_s = next(s for s in count(4 * 3600) if now // (s * 250) % 26 == ord("d") - ord("a"))
     settings = PredictionSettings(lifetime_s=lifetime_s, max_entries=32)
@@ -104,9 +96,8 @@ async def test_only_slices_count_towards_the_limit(space):
     assert await space.get("predictions", "cutoff") is None
 
 
-async def test_a_slice_that_is_full_by_itself_takes_no_more(space):
+async def test_a_slice_that_is_full_by_itself_takes_no_more(space, inc):
     """Entries of the current slice are never given up, however many requests come in it."""
-    inc = await space.worker("a")
     few = PredictionSettings(lifetime_s=4 * 3600, max_entries=128)
     earlier, *chains = [[SequenceHash((n * 100 + i) << 44) for i in range(1, 65)] for n in range(9)]
     await space.predict(inc, earlier, few)
@@ -121,8 +112,7 @@ async def test_a_slice_that_is_full_by_itself_takes_no_more(space):
     assert await space.predicted(chains[7], few) == {inc: 64}
 
 
-async def test_the_first_prediction_sets_the_bucket_layout(space):
-    inc = await space.worker("a")
+async def test_the_first_prediction_sets_the_bucket_layout(space, inc):
     await space.predict(inc, CHAIN, HOURS)
     bucket_bits = await space.get("predictions", "bucket_bits")
     await space.predict(inc, OTHER, PredictionSettings(lifetime_s=4 * 3600, max_entries=1_000_000))

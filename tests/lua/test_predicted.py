@@ -35,8 +35,7 @@ async def test_forecasts_agree_with_a_plain_model_of_what_was_routed(space):
         assert await space.predicted(asked, HOURS) == expected
 
 
-async def test_nothing_is_predicted_from_corrupt_predictions(space):
-    inc = await space.worker("a")
+async def test_nothing_is_predicted_from_corrupt_predictions(space, inc):
     chain = [SequenceHash(1 << 60)]
     await space.predict(inc, chain, HOURS)
     [bucket] = await space.redis.keys(space.key("predicted:") + "*")

@@ -8,8 +8,7 @@ from tests.lua.conftest import LONG_MS
 
 
 @pytest.mark.oldest_too
-async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space):
-    inc = await space.worker("a")
+async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     assert await space.prefill_complete("r1")
     load = await space.load(inc)
@@ -18,8 +17,7 @@ async def test_a_first_token_removes_the_prefill_and_keeps_the_blocks(space):
     assert not await space.redis.exists(space.keys[f"prefills:{inc}"])
 
 
-async def test_a_repeated_first_token_changes_nothing(space):
-    inc = await space.worker("a")
+async def test_a_repeated_first_token_changes_nothing(space, inc):
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
     assert await space.prefill_complete("r1")
@@ -28,8 +26,7 @@ async def test_a_repeated_first_token_changes_nothing(space):
     assert await space.contents() == before
 
 
-async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space):
-    inc = await space.worker("a")
+async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space, inc):
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
     await space.reserve(inc, "r3", us=1000)
@@ -45,8 +42,7 @@ async def test_the_next_prefill_becomes_the_head_and_starts_to_drain_now(space):
     assert (await space.load(inc)).head_us == 0
 
 
-async def test_a_first_token_out_of_order_leaves_the_head_alone(space):
-    inc = await space.worker("a")
+async def test_a_first_token_out_of_order_leaves_the_head_alone(space, inc):
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
     await space.reserve(inc, "r3", us=1000)
@@ -65,8 +61,7 @@ async def test_a_first_token_of_an_unknown_request_is_rejected(space):
     assert not await space.prefill_complete("r1")
 
 
-async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space):
-    inc = await space.worker("a")
+async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space, inc):
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
     await space.redis.hset(space.keys[f"requests:{inc}"], "r1", "spoilt")
@@ -79,8 +74,7 @@ async def test_a_first_token_leaves_unreadable_requests_and_loads_alone(space):
     assert await space.contents() == before
 
 
-async def test_a_first_token_of_a_released_request_is_rejected(space):
-    inc = await space.worker("a")
+async def test_a_first_token_of_a_released_request_is_rejected(space, inc):
     await space.reserve(inc, "r1")
     await space.release("r1")
     before = await space.contents()
@@ -88,8 +82,7 @@ async def test_a_first_token_of_a_released_request_is_rejected(space):
     assert await space.contents() == before
 
 
-async def test_the_first_token_extends_the_reservation_once(space):
-    inc = await space.worker("a")
+async def test_the_first_token_extends_the_reservation_once(space, inc):
     await space.reserve(inc, "r1", us=1000, prefill_ttl_ms=500)
     before = await space.now_ms()
     assert await space.prefill_complete("r1", ttl_ms=9000)
@@ -99,8 +92,7 @@ async def test_the_first_token_extends_the_reservation_once(space):
     assert await space.expires_ms("expiry", "r1") == ends_ms
 
 
-async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space):
-    inc = await space.worker("a")
+async def test_a_first_token_is_reported_by_the_id_of_the_reservation(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="1000-bb")
     assert not await space.prefill_complete("r1~cc")

@@ -64,8 +64,7 @@ async def test_a_block_size_that_differs_from_the_namespace_is_refused(space):
 
 
 @pytest.mark.parametrize(("text", "held"), [("1", 1), ("9", 9), (None, 1)])
-async def test_a_namespace_of_another_version_is_left_as_it_is(space, text, held):
-    inc = await space.worker("a")
+async def test_a_namespace_of_another_version_is_left_as_it_is(space, inc, text, held):
     if text is None:
         await space.redis.hdel(space.key("meta"), "version")
         await space.redis.hset(space.key("workers"), str(inc), '{"worker":"a:0"}')
@@ -103,8 +102,7 @@ async def test_a_new_process_replaces_the_previous_incarnation_at_once(space):
     assert await space.lost() == [old]
 
 
-async def test_a_registration_replaces_only_its_own_worker(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_registration_replaces_only_its_own_worker(space, a, b):
     await space.reserve(b, "r1")
     again = await space.worker("a")
     assert set((await space.loads()).loads) == {b, again}
@@ -211,8 +209,7 @@ async def test_a_namespace_with_invalid_settings_is_created_again(space, field, 
     assert len((await space.loads()).loads) == 2
 
 
-async def test_a_process_whose_nonce_was_overwritten_may_resync(space):
-    inc = await space.worker("a")
+async def test_a_process_whose_nonce_was_overwritten_may_resync(space, inc):
     await space.redis.hset(space.key("writers"), str(inc), "stranger")
     new = await space.register("a", resync=True)
     assert new.predecessor_lives

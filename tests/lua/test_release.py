@@ -6,16 +6,14 @@ from tests.eventually import eventually
 
 
 @pytest.mark.oldest_too
-async def test_a_release_before_the_first_token_gives_everything_back(space):
-    inc = await space.worker("a")
+async def test_a_release_before_the_first_token_gives_everything_back(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     assert await space.release("r1")
     load = await space.load(inc)
     assert load == Load(head_since_ms=load.head_since_ms, total=1)
 
 
-async def test_a_release_while_decoding_gives_everything_back(space):
-    inc = await space.worker("a")
+async def test_a_release_while_decoding_gives_everything_back(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.prefill_complete("r1")
     assert await space.release("r1")
@@ -23,16 +21,14 @@ async def test_a_release_while_decoding_gives_everything_back(space):
     assert load == Load(head_since_ms=load.head_since_ms, total=1)
 
 
-async def test_a_released_request_leaves_no_key(space):
-    inc = await space.worker("a")
+async def test_a_released_request_leaves_no_key(space, inc):
     await space.reserve(inc, "r1")
     await space.release("r1")
     keys = [f"requests:{inc}", f"prefills:{inc}", "reservations", "expiry"]
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_repeated_release_changes_nothing(space):
-    inc = await space.worker("a")
+async def test_a_repeated_release_changes_nothing(space, inc):
     await space.reserve(inc, "r1")
     await space.reserve(inc, "r2")
     assert await space.release("r1")
@@ -41,8 +37,7 @@ async def test_a_repeated_release_changes_nothing(space):
     assert await space.contents() == before
 
 
-async def test_a_release_leaves_the_other_reservations_alone(space):
-    inc = await space.worker("a")
+async def test_a_release_leaves_the_other_reservations_alone(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r2", tokens=60, us=2000, blocks=4)
     await space.reserve(inc, "r3", tokens=30, us=1000, blocks=2)
@@ -53,8 +48,7 @@ async def test_a_release_leaves_the_other_reservations_alone(space):
     assert (load.blocks, load.requests, load.decoding, load.total) == (6, 2, 1, 3)
 
 
-async def test_releasing_a_queued_prefill_leaves_the_head_alone(space):
-    inc = await space.worker("a")
+async def test_releasing_a_queued_prefill_leaves_the_head_alone(space, inc):
     await space.reserve(inc, "r1", us=5000)
     await space.reserve(inc, "r2", us=2000)
     before = await space.load(inc)
@@ -70,9 +64,8 @@ async def test_an_unknown_request_cannot_be_released(space):
     assert not await space.release("r1")
 
 
-async def test_a_release_that_names_an_attempt_releases_only_that_attempt(space):
+async def test_a_release_that_names_an_attempt_releases_only_that_attempt(space, inc):
     """A router that gives up an attempt does not release the next attempt's reservation."""
-    inc = await space.worker("a")
     await space.reserve(inc, "r1", attempt="x-1")
     await space.reserve(inc, "r1", attempt="y-1")
     assert not await space.release("r1", "x-1")
@@ -83,8 +76,7 @@ async def test_a_release_that_names_an_attempt_releases_only_that_attempt(space)
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_release_without_an_attempt_releases_any(space):
-    inc = await space.worker("a")
+async def test_a_release_without_an_attempt_releases_any(space, inc):
     await space.reserve(inc, "r1", attempt="x-1")
     assert await space.release("r1")
     assert not await space.release("r1", "x-1")
@@ -109,8 +101,7 @@ async def test_a_release_and_a_heartbeat_leave_nothing_of_a_damaged_reservation(
     assert not await space.redis.exists(*(space.keys[key] for key in keys))
 
 
-async def test_a_load_that_falls_below_zero_is_recounted(space):
-    inc = await space.worker("a")
+async def test_a_load_that_falls_below_zero_is_recounted(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.redis.hset(space.key("load"), str(inc), "50 0 0 0 1 1 0 1")
     assert await space.release("r1")
@@ -119,8 +110,7 @@ async def test_a_load_that_falls_below_zero_is_recounted(space):
     assert (await space.load(inc)).prefill_tokens == 0
 
 
-async def test_a_late_release_leaves_a_newer_reservation_alone(space):
-    inc = await space.worker("a")
+async def test_a_late_release_leaves_a_newer_reservation_alone(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     before = await space.contents()
     assert not await space.release("r1", began_by_ms=999)
@@ -133,8 +123,7 @@ async def test_a_late_release_leaves_a_newer_reservation_alone(space):
     assert (await space.load(inc)).requests == 0
 
 
-async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space):
-    inc = await space.worker("a")
+async def test_a_reservation_is_released_by_its_own_id_and_nobody_elses(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="1000-bb")
     before = await space.contents()

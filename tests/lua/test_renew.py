@@ -33,8 +33,7 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space):
     assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewal(1)
 
 
-async def test_a_lapsed_lease_is_revived_with_its_reservations(space):
-    inc = await space.worker("a")
+async def test_a_lapsed_lease_is_revived_with_its_reservations(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.renew(inc, ttl_ms=1)
     await space.until_lease_lapses(inc)
@@ -115,8 +114,7 @@ async def test_renewing_an_intact_worker_changes_only_its_lease(space):
     assert await writes() <= written + 1
 
 
-async def test_more_requests_than_one_command_takes_are_counted(space):
-    inc = await space.worker("a")
+async def test_more_requests_than_one_command_takes_are_counted(space, inc):
     ids = [f"r{n}" for n in range(1001)]
     await space.redis.hset(space.keys[f"requests:{inc}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
     await space.redis.hset(space.key("reservations"), mapping=dict.fromkeys(ids, str(inc)))
@@ -156,8 +154,7 @@ async def test_a_deleted_load_is_recounted(space):
     assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartbeat(space, a, b):
     for name in ("lost", "held", "computed"):
         await space.reserve(
             a, name, source=Reservation("", 90, 5000, 9, incarnation=b, max_requests=8)
@@ -259,8 +256,7 @@ async def test_a_request_reserved_again_on_another_worker_stays_there(space):
     assert (await space.load(other)).blocks == 0
 
 
-async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(space):
-    inc = await space.worker("a")
+async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(space, inc):
     for nonce in ("spoilt", ""):
         await space.redis.hset(space.key("writers"), str(inc), nonce)
         assert not await space.renew(inc)
@@ -269,8 +265,7 @@ async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(spa
 
 
 @pytest.mark.parametrize("name", ["leases", "load", "current", "workers", "meta"])
-async def test_any_other_deleted_key_is_restored(space, name):
-    inc = await space.worker("a")
+async def test_any_other_deleted_key_is_restored(space, inc, name):
     before = await space.contents()
     await space.redis.delete(space.key(name))
     assert await space.renew(inc)
@@ -301,15 +296,13 @@ async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space):
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_workers_register_again_if_the_namespace_has_another_version(space):
-    inc = await space.worker("a")
+async def test_workers_register_again_if_the_namespace_has_another_version(space, inc):
     await space.redis.hset(space.key("meta"), "version", "9")
     assert not await space.renew(inc)
     assert await space.get("meta", "version") == "9"
 
 
-async def test_a_version_that_was_lost_is_that_of_the_workers(space):
-    inc = await space.worker("a")
+async def test_a_version_that_was_lost_is_that_of_the_workers(space, inc):
     await space.redis.hdel(space.key("meta"), "version")
     assert await space.renew(inc)
     assert await space.get("meta", "version") == str(DATA_VERSION)
@@ -318,8 +311,7 @@ async def test_a_version_that_was_lost_is_that_of_the_workers(space):
     assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
-async def test_workers_register_again_if_the_number_of_shards_changed(space):
-    inc = await space.worker("a")
+async def test_workers_register_again_if_the_number_of_shards_changed(space, inc):
     await space.redis.hset(space.key("meta"), "shards", "3")
     assert not await space.renew(inc)
     again = await space.register("a", resync=True)
@@ -327,8 +319,7 @@ async def test_workers_register_again_if_the_number_of_shards_changed(space):
 
 
 @pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
-async def test_an_invalid_number_of_shards_is_corrected(space, shards):
-    inc = await space.worker("a")
+async def test_an_invalid_number_of_shards_is_corrected(space, inc, shards):
     await space.redis.hset(space.key("meta"), "shards", shards)
     with pytest.raises(NamespaceMissing):
         await space.loads()
@@ -364,8 +355,7 @@ async def test_no_more_than_half_of_all_are_out_of_service_as_they_are_ill(space
     assert [await renew_ill(space, inc) for inc in incs[1:]] == [True, True, False, False]
 
 
-async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space):
-    a = await space.worker("a")
+async def test_the_last_worker_is_never_out_of_service_as_it_is_ill(space, a):
     assert not await renew_ill(space, a)
     b = await space.worker("b")
     assert await renew_ill(space, a)

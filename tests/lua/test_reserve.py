@@ -12,8 +12,7 @@ from tests.lua.conftest import LONG_MS, NO_LOAD
 
 
 @pytest.mark.oldest_too
-async def test_a_reservation_is_counted_on_its_worker(space):
-    inc = await space.worker("a")
+async def test_a_reservation_is_counted_on_its_worker(space, inc):
     before = await space.now_ms()
     assert await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7, ttl_ms=LONG_MS) is None
     load = await space.load(inc)
@@ -35,8 +34,7 @@ async def test_a_reservation_is_counted_on_its_worker(space):
     assert before + LONG_MS <= expires_ms <= await space.now_ms() + LONG_MS
 
 
-async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(space, a, b):
     routed, rounds = {a: Load(), b: Load()}, 0
     for n, inc in enumerate([a, a, b, a, *[b] * 28]):
         us = 1_000_000 // (n + 1)
@@ -53,9 +51,8 @@ async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(
 
 
 @pytest.mark.parametrize("of_source_us", [0, 40_000_000])
-async def test_what_two_workers_promise_ends_at_one_time(space, of_source_us):
+async def test_what_two_workers_promise_ends_at_one_time(space, a, b, of_source_us):
     """Else a source would be booked for nobody, or left out of what it computes."""
-    a, b = await space.worker("a"), await space.worker("b")
     source = Reservation("", 9, of_source_us, 9, incarnation=b, max_requests=8)
     await space.reserve(a, "r", us=20_000_000, source=source, prefill_ttl_ms=1000, ttl_ms=10**6)
     began_ms = await space.now_ms()
@@ -66,8 +63,7 @@ async def test_what_two_workers_promise_ends_at_one_time(space, of_source_us):
     )
 
 
-async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(space, a, b):
     source = Reservation("r", 0, 0, 9, sending_ms=30_000, incarnation=b, max_requests=8)
     before_ms = await space.now_ms()
     for name in ("r1", "r2"):
@@ -84,8 +80,7 @@ async def test_what_a_source_has_to_send_adds_up_alike_in_redis_and_in_a_router(
     assert router.sending_s(before_ms + 60_001) == 0.0
 
 
-async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space):
-    inc = await space.worker("a")
+async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space, inc):
     router = Load()
     for name, receiving_ms in (("r1", 30_000), ("r2", 20_000), ("r3", 0)):
         there = {"receiving_ms": receiving_ms, "incarnation": inc, "max_requests": 8}
@@ -101,8 +96,7 @@ async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space
     assert router.receiving_s(router.receiving_until_ms + 1) == 0.0
 
 
-async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space, a, b):
     await space.redis.hset(space.key("meta"), "rounds", 10**9)
     await space.reserve(a, "r1", us=1000)
     await space.redis.hdel(space.key("meta"), "rounds")
@@ -114,8 +108,7 @@ async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space):
     assert snapshot.loads[a].routed_s(snapshot.rounds) == pytest.approx(0.0015, rel=0.2)
 
 
-async def test_the_oldest_prefill_is_the_head_and_drains(space):
-    inc = await space.worker("a")
+async def test_the_oldest_prefill_is_the_head_and_drains(space, inc):
     await space.reserve(inc, "r1", us=5000)
     first = await space.load(inc)
     await space.reserve(inc, "r2", us=2000)
@@ -126,8 +119,7 @@ async def test_the_oldest_prefill_is_the_head_and_drains(space):
     assert second.queue_s(first.head_since_ms + 60) == pytest.approx(0.002)
 
 
-async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(space):
-    inc = await space.worker("a")
+async def test_a_reservation_on_a_worker_that_only_decodes_becomes_the_head(space, inc):
     await space.reserve(inc, "r1", us=5000)
     await space.prefill_complete("r1")
     assert (await space.load(inc)).head_us == 0
@@ -146,22 +138,19 @@ async def test_a_lapsed_worker_is_refused_with_fresh_loads(space):
     assert await space.get("reservations", "r1") is None
 
 
-async def test_an_unknown_worker_is_refused(space):
-    a = await space.worker("a")
+async def test_an_unknown_worker_is_refused(space, a):
     refused = await space.reserve(Incarnation(99), "r1")
     assert refused.reason == "lapsed"
     assert refused.fresh.loads == {a: NO_LOAD}
 
 
-async def test_a_worker_whose_lease_was_lost_is_refused(space):
-    inc = await space.worker("a")
+async def test_a_worker_whose_lease_was_lost_is_refused(space, inc):
     await space.redis.delete(space.key("leases"))
     refused = await space.reserve(inc, "r1")
     assert refused.reason == "lapsed"
 
 
-async def test_a_full_worker_is_refused_even_when_the_router_insists(space):
-    inc = await space.worker("a")
+async def test_a_full_worker_is_refused_even_when_the_router_insists(space, inc):
     assert await space.reserve(inc, "r1", max_requests=2) is None
     assert await space.reserve(inc, "r2", max_requests=2) is None
     refused = await space.reserve(inc, "r3", max_requests=2, seen_total=None)
@@ -169,15 +158,13 @@ async def test_a_full_worker_is_refused_even_when_the_router_insists(space):
     assert refused.fresh.loads[inc].requests == 2
 
 
-async def test_a_worker_that_finished_a_request_is_no_longer_full(space):
-    inc = await space.worker("a")
+async def test_a_worker_that_finished_a_request_is_no_longer_full(space, inc):
     await space.reserve(inc, "r1", max_requests=1)
     await space.release("r1")
     assert await space.reserve(inc, "r2", max_requests=1) is None
 
 
-async def test_a_worker_that_got_another_request_meanwhile_is_refused(space):
-    inc = await space.worker("a")
+async def test_a_worker_that_got_another_request_meanwhile_is_refused(space, inc):
     seen = (await space.load(inc)).total
     assert await space.reserve(inc, "r1", tokens=100, seen_total=seen) is None
     refused = await space.reserve(inc, "r2", seen_total=seen)
@@ -187,8 +174,7 @@ async def test_a_worker_that_got_another_request_meanwhile_is_refused(space):
     assert await space.reserve(inc, "r2", seen_total=fresh.total) is None
 
 
-async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(space):
-    inc = await space.worker("a")
+async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(space, inc):
     await space.reserve(inc, "r1")
     seen = (await space.load(inc)).total
     await space.prefill_complete("r1")
@@ -196,15 +182,13 @@ async def test_a_worker_that_only_finished_requests_meanwhile_is_not_refused(spa
     assert await space.reserve(inc, "r2", seen_total=seen) is None
 
 
-async def test_a_worker_is_taken_as_it_is_when_the_router_insists(space):
-    inc = await space.worker("a")
+async def test_a_worker_is_taken_as_it_is_when_the_router_insists(space, inc):
     await space.reserve(inc, "r1", seen_total=0)
     assert await space.reserve(inc, "r2", seen_total=None) is None
     assert (await space.load(inc)).requests == 2
 
 
-async def test_reserving_again_replaces_the_first_reservation(space):
-    inc = await space.worker("a")
+async def test_reserving_again_replaces_the_first_reservation(space, inc):
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(inc, "r1", tokens=40, us=1000, blocks=5)
     load = await space.load(inc)
@@ -213,8 +197,7 @@ async def test_reserving_again_replaces_the_first_reservation(space):
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r1"]
 
 
-async def test_reserving_again_takes_the_request_from_another_worker(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_reserving_again_takes_the_request_from_another_worker(space, a, b):
     await space.reserve(a, "r1", blocks=7)
     await space.prefill_complete("r1")
     await space.reserve(b, "r1", blocks=5)
@@ -226,8 +209,7 @@ async def test_reserving_again_takes_the_request_from_another_worker(space):
     assert await space.get("reservations", "r1") == str(b)
 
 
-async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(space, a, b):
     assert await space.reserve(b, "r1", attempt="2000-bb") is None
     before = await space.contents()
     late = await space.reserve(a, "r1", attempt="1999-aa", retry=True)
@@ -240,16 +222,14 @@ async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refus
     assert await space.get("reservations", "r1") == str(a)
 
 
-async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space):
-    inc = await space.worker("a")
+async def test_a_late_try_is_refused_although_the_later_one_only_decodes(space, inc):
     await space.reserve(inc, "r1", attempt="2000-bb")
     await space.prefill_complete("r1")
     assert await space.reserve(inc, "r1", attempt="1999-aa", retry=True, max_requests=1) is not None
     assert (await space.load(inc)).decoding == 1
 
 
-async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(space):
-    inc = await space.worker("a")
+async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(space, inc):
     lasts = {"r1": 1000 + 4 * 5000, "r2": 1000 + 4 * 7000, "r3": LONG_MS}
     for request_id, prefill_s in (("r1", 5), ("r2", 2), ("r3", 100)):
         before = await space.now_ms()
@@ -259,8 +239,7 @@ async def test_a_reservation_lasts_as_long_as_fits_the_prefills_up_to_its_own(sp
         assert lasts[request_id] <= ends_ms <= lasts[request_id] + passed_ms
 
 
-async def test_expired_reservations_are_given_back_first(space):
-    inc = await space.worker("a")
+async def test_expired_reservations_are_given_back_first(space, inc):
     await space.reserve(inc, "r0", blocks=9)
     await space.reserve(inc, "r1", blocks=7)
     await space.backdate_expiry("r0", "r1")
@@ -271,8 +250,7 @@ async def test_expired_reservations_are_given_back_first(space):
     assert not await space.release("r1")
 
 
-async def test_a_request_gives_back_two_expired_reservations_at_most(space):
-    inc = await space.worker("a")
+async def test_a_request_gives_back_two_expired_reservations_at_most(space, inc):
     ids = [f"r{i}" for i in range(6)]
     for request_id in ids:
         await space.reserve(inc, request_id)
@@ -284,8 +262,7 @@ async def test_a_request_gives_back_two_expired_reservations_at_most(space):
     assert (await space.load(inc)).requests == 1 + 2
 
 
-async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_order(space, a, b):
     replies = await space.reserve_all(
         wish(a, "r1", seen_total=0),
         wish(a, "r2", seen_total=1),
@@ -303,8 +280,7 @@ async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_or
     assert queued == [b"r1", b"r2"]
 
 
-async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space, a, b):
     await space.reserve(a, "other", seen_total=0)
     replies = await space.reserve_all(
         wish(a, "r1", seen_total=0),
@@ -317,16 +293,16 @@ async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space):
     assert ((await space.load(a)).total, (await space.load(b)).total) == (2, 1)
 
 
-async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_request_that_comes_twice_in_one_call_keeps_its_last_reservation(space, a, b):
     replies = await space.reserve_all(wish(a, "r1", seen_total=0), wish(b, "r1", seen_total=0))
     assert replies == [None, None]
     assert await space.get("reservations", "r1") == str(b)
     assert ((await space.load(a)).requests, (await space.load(b)).requests) == (0, 1)
 
 
-async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(redis_server, space):
-    inc = await space.worker("a")
+async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(
+    redis_server, space, inc
+):
     granted = await race(redis_server, space, inc, max_requests=20, seen_total=None)
     assert granted == {"made": 20, "full": 180}
     load = await space.load(inc)
@@ -346,8 +322,7 @@ async def test_concurrent_requests_are_granted_no_more_than_a_worker_takes(redis
     assert await space.redis.llen(space.keys[f"prefills:{inc}"]) == 20
 
 
-async def test_one_of_many_requests_that_saw_the_same_load_is_granted(redis_server, space):
-    inc = await space.worker("a")
+async def test_one_of_many_requests_that_saw_the_same_load_is_granted(redis_server, space, inc):
     granted = await race(redis_server, space, inc, max_requests=256, seen_total=0)
     assert granted == {"made": 1, "changed": 199}
     assert (await space.load(inc)).requests == 1
@@ -383,8 +358,7 @@ def wish(inc, request_id, max_requests=256, seen_total=None):
     return Reservation(request_id, 100, 5000, 7, **there)
 
 
-async def test_requests_with_one_id_have_a_reservation_each(space):
-    inc = await space.worker("a")
+async def test_requests_with_one_id_have_a_reservation_each(space, inc):
     for attempt in ("2000-aa", "1000-bb", "3000-cc"):
         assert await space.reserve(inc, "r1", attempt=attempt) is None
     assert (await space.load(inc)).requests == 3
@@ -392,8 +366,7 @@ async def test_requests_with_one_id_have_a_reservation_each(space):
     assert set(held) == {b"r1", b"r1~bb", b"r1~cc"}
 
 
-async def test_a_request_that_is_sent_again_keeps_to_its_place(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_request_that_is_sent_again_keeps_to_its_place(space, a, b):
     await space.reserve(a, "r1", attempt="1000-aa")
     await space.reserve(a, "r1", attempt="1000-bb")
     for began_ms in (2000, 3000):
@@ -407,8 +380,7 @@ async def test_a_request_that_is_sent_again_keeps_to_its_place(space):
         assert await space.reserve(a, "r1", attempt=f"{began_ms}-aa") is None
 
 
-async def test_a_late_sending_of_a_request_is_refused(space):
-    inc = await space.worker("a")
+async def test_a_late_sending_of_a_request_is_refused(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="2000-bb")
     late = await space.reserve(inc, "r1", attempt="1999-bb")
@@ -416,8 +388,7 @@ async def test_a_late_sending_of_a_request_is_refused(space):
     assert (await space.load(inc)).requests == 2
 
 
-async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space, a, b):
     await space.reserve(a, "r1", attempt="1000-aa")
     await space.reserve(a, "r1", attempt="2000-bb")
     await space.reserve(b, "r1", attempt="3000-cc", retry=True)
@@ -426,8 +397,7 @@ async def test_a_retry_takes_the_place_of_the_first_request_with_its_id(space):
     assert await space.release("r1~cc")
 
 
-async def test_an_id_that_looks_like_a_reservations_is_one_like_any_other(space):
-    inc = await space.worker("a")
+async def test_an_id_that_looks_like_a_reservations_is_one_like_any_other(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1~bb", attempt="1000-dd", retry=True)
     await space.reserve(inc, "r1~cc", attempt="1000-ee")

@@ -5,8 +5,7 @@ from tests.lua.conftest import A
 
 
 @pytest.mark.oldest_too
-async def test_a_retired_worker_is_gone_at_once(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_retired_worker_is_gone_at_once(space, a, b):
     await space.hold(a, [A])
     assert await space.retire("a", a)
     assert set((await space.loads()).loads) == {b}
@@ -16,8 +15,7 @@ async def test_a_retired_worker_is_gone_at_once(space):
     assert refused.reason == "lapsed"
 
 
-async def test_a_retired_worker_s_reservations_are_dropped(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_retired_worker_s_reservations_are_dropped(space, a, b):
     await space.reserve(a, "r1")
     await space.reserve(a, "r2")
     await space.reserve(b, "r3")
@@ -34,8 +32,7 @@ async def test_a_retired_worker_s_reservations_are_dropped(space):
 
 
 @pytest.mark.parametrize("how", ["stop", "lapse", "replace"])
-async def test_what_sources_owe_ends_with_the_targets_that_end(space, how):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_what_sources_owe_ends_with_the_targets_that_end(space, a, b, how):
     source = Reservation(
         "", prefill_tokens=90, prefill_us=9_000_000, blocks=9, incarnation=b, max_requests=8
     )
@@ -55,22 +52,19 @@ async def test_what_sources_owe_ends_with_the_targets_that_end(space, how):
     assert await space.redis.hkeys(space.key("reservations")) == [b"computed source"]
 
 
-async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space):
-    inc = await space.worker("a")
+async def test_a_retired_worker_s_blocks_are_left_to_the_sweep(space, inc):
     await space.hold(inc, [A])
     assert await space.retire("a", inc)
     assert await space.owners(A) == "1d"
     assert await space.lost() == [inc]
 
 
-async def test_retiring_twice_does_nothing_the_second_time(space):
-    inc = await space.worker("a")
+async def test_retiring_twice_does_nothing_the_second_time(space, inc):
     assert await space.retire("a", inc)
     assert not await space.retire("a", inc)
 
 
-async def test_another_process_cannot_retire_an_incarnation(space):
-    inc = await space.worker("a")
+async def test_another_process_cannot_retire_an_incarnation(space, inc):
     assert not await space.retire("a", inc, nonce="stranger")
     assert set((await space.loads()).loads) == {inc}
 

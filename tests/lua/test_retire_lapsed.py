@@ -5,8 +5,7 @@ from app.state import leases
 from tests.lua.conftest import LONG_MS, NO_LOAD, A
 
 
-async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space):
-    inc = await space.worker("a")
+async def test_a_call_held_up_in_a_hung_redis_retires_nobody(space, inc):
     heard_ms = await space.now_ms()
     assert await space.do(leases.retire_lapsed(space.keys, 0, heard_ms + 2 * LONG_MS)) == 0
     await space.redis.zadd(space.keys["leases"], {str(inc): heard_ms + 50})
@@ -29,8 +28,7 @@ async def test_an_incarnation_whose_lease_lapsed_is_retired(space):
     assert await space.retire_lapsed() == 0
 
 
-async def test_reservations_on_a_lapsed_worker_are_dropped(space):
-    inc = await space.worker("a")
+async def test_reservations_on_a_lapsed_worker_are_dropped(space, inc):
     await space.reserve(inc, "r1")
     await space.renew(inc, ttl_ms=1)
     await space.until_lease_lapses(inc)

@@ -24,8 +24,7 @@ async def swept(space, max_buckets=256):
     return step.removed, step.buckets_left
 
 
-async def test_without_dead_incarnations_there_is_nothing_to_sweep(space):
-    inc = await space.worker("a")
+async def test_without_dead_incarnations_there_is_nothing_to_sweep(space, inc):
     await space.hold(inc, [A, B])
     before = await space.contents()
     assert await swept(space) == (0, 0)
@@ -75,8 +74,7 @@ async def test_a_step_soon_after_another_only_notes_who_is_lost(space):
 
 
 @pytest.mark.parametrize("moment", ["", "spoilt", "9" * 15])
-async def test_no_corrupted_moment_keeps_steps_away(space, moment):
-    inc = await space.worker("a")
+async def test_no_corrupted_moment_keeps_steps_away(space, inc, moment):
     await space.redis.hset(space.key("shard"), "stepped_ms", moment)
     step = await space.sweep(pause_ms=LONG_MS, idle_ms=LONG_MS)
     assert step.writers == [inc]
@@ -102,8 +100,7 @@ async def test_a_step_searches_no_more_buckets_than_allowed(space):
     assert await swept(space, 5) == (0, 0)
 
 
-async def test_a_large_bucket_takes_several_steps(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_large_bucket_takes_several_steps(space, a, b):
     for block in CROWD:
         space.set_chain([block])
     await space.hold(a, CROWD)
@@ -219,8 +216,7 @@ async def test_nothing_is_left_of_dead_incarnations_in_the_end(space):
     assert await space.match([A]) == [{keeper: TierOverlap(device=1)}]
 
 
-async def test_a_scrub_removes_corrupt_entries(space):
-    inc = await space.worker("a")
+async def test_a_scrub_removes_corrupt_entries(space, inc):
     await space.hold(inc, [A, B])
     await space.redis.hset(space.key("blocks:aa"), f"{A:016x}", "1xspoilt")
     await space.redis.hset(space.key("blocks:bb"), f"{B:016x}", "1d77h")
@@ -232,8 +228,7 @@ async def test_a_scrub_removes_corrupt_entries(space):
     assert await swept(space) == (0, 0)
 
 
-async def test_a_step_returns_the_incarnations_that_may_publish(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_a_step_returns_the_incarnations_that_may_publish(space, a, b):
     assert sorted((await space.sweep()).writers) == [a, b]
     await space.retire("a", a)
     assert (await space.sweep()).writers == [b]
@@ -247,8 +242,7 @@ async def test_a_scrub_removes_an_entry_without_owners(space):
     assert not await space.redis.exists(space.key("blocks:aa"))
 
 
-async def test_writers_that_are_no_incarnations_are_not_returned(space):
-    inc = await space.worker("a")
+async def test_writers_that_are_no_incarnations_are_not_returned(space, inc):
     junk = ["junk", "", "-1", "0", "a b", "1.5", "9" * 5000]
     await space.redis.hset(space.key("applied"), mapping=dict.fromkeys(junk, "0 x"))
     step = await space.do(index.sweep(space.shard, [], max_buckets=256, scrub_ms=LONG_MS))
@@ -264,8 +258,7 @@ async def test_an_incarnation_that_never_existed_is_swept_like_a_dead_one(space)
     assert not await space.redis.exists(space.key("dead"), space.key("blocks:aa"))
 
 
-async def test_a_live_incarnation_does_not_stay_in_dead(space):
-    inc = await space.worker("a")
+async def test_a_live_incarnation_does_not_stay_in_dead(space, inc):
     await space.hold(inc, [A])
     await space.redis.sadd(space.key("dead"), str(inc))
     assert await space.match([A]) == [{}]

@@ -33,8 +33,7 @@ async def told(space, *kinds):
 
 
 @pytest.mark.oldest_too
-async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(space):
-    inc = await space.worker("a")
+async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(space, inc):
     await space.reserve(inc, "r1")
     await space.redis.zadd(space.key("leases"), {str(inc): await space.now_ms() + 500})
     assert await vouch(space, inc) == [True]

@@ -10,8 +10,7 @@ HOURS = PredictionSettings(lifetime_s=4 * 3600, max_entries=1000)
 
 
 @pytest.mark.oldest_too
-async def test_what_a_request_added_goes_with_it(space):
-    a, b = await space.worker("a"), await space.worker("b")
+async def test_what_a_request_added_goes_with_it(space, a, b):
     await space.predict(a, CHAIN[:4], HOURS, "1-aa")
     await space.predict(a, CHAIN, HOURS, "1-bb", confirmed=False)
     await space.predict(b, CHAIN[:9], HOURS, "1-cc", confirmed=False)
@@ -24,16 +23,14 @@ async def test_what_a_request_added_goes_with_it(space):
     assert await space.predictions() == 4
 
 
-async def test_what_another_request_has_confirmed_since_stays(space):
-    inc = await space.worker("a")
+async def test_what_another_request_has_confirmed_since_stays(space, inc):
     await space.predict(inc, CHAIN, HOURS, "1-aa", confirmed=False)
     await space.predict(inc, CHAIN[:10], HOURS, "1-bb")
     assert await space.withdraw_predicted("1-aa") == 6
     assert await space.predicted(CHAIN, HOURS) == {inc: 10}
 
 
-async def test_what_another_request_was_the_first_to_add_stays(space):
-    inc = await space.worker("a")
+async def test_what_another_request_was_the_first_to_add_stays(space, inc):
     await space.predict(inc, CHAIN[:10], HOURS, "1-aa", confirmed=False)
     await space.age_predictions(1)
     await space.predict(inc, CHAIN, HOURS, "1-bb", confirmed=False)
@@ -41,8 +38,7 @@ async def test_what_another_request_was_the_first_to_add_stays(space):
     assert await space.predicted(CHAIN, HOURS) == {inc: 10}
 
 
-async def test_the_first_token_of_another_request_brings_back_what_it_needs(space):
-    inc = await space.worker("a")
+async def test_the_first_token_of_another_request_brings_back_what_it_needs(space, inc):
     await space.predict(inc, CHAIN[:10], HOURS, "1-aa", confirmed=False)
     await space.predict(inc, CHAIN, HOURS, "1-bb", confirmed=False)
     await space.withdraw_predicted("1-aa")
@@ -51,8 +47,7 @@ async def test_the_first_token_of_another_request_brings_back_what_it_needs(spac
     assert await space.predicted(CHAIN, HOURS) == {inc: 16}
 
 
-async def test_a_request_that_only_used_an_old_prediction_withdraws_nothing(space):
-    inc = await space.worker("a")
+async def test_a_request_that_only_used_an_old_prediction_withdraws_nothing(space, inc):
     await space.predict(inc, CHAIN, HOURS, "1-aa")
     await space.age_predictions(3)
     assert await space.predict(inc, CHAIN, HOURS, "1-bb", confirmed=False) == 16
