@@ -42,7 +42,6 @@ MAX_SHOWN = 80
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Returns `text`, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -118,7 +118,6 @@ def compute_sequence_hashes(local_hashes: Sequence[LocalHash]) -> list[SequenceH
 def compute_hashes(
     tokens: Tokens, block_size: int, *, seed: int = BASE_SEED
 ) -> tuple[list[LocalHash], list[SequenceHash]]:
-    """Returns the local and the sequence hashes of the full blocks of `tokens`."""
     local = compute_local_hashes(tokens, block_size, seed=seed)
     return local, compute_sequence_hashes(local)
 

@@ -59,11 +59,9 @@ class Load:
         return self.routed_us / 1e6 * fading(rounds - self.routed_at)
 
     def sending_s(self, now_ms: int) -> float:
-        """Returns predicted seconds for which KV handed on keeps the link busy."""
         return max(0, self.sending_until_ms - now_ms) / 1000
 
     def receiving_s(self, now_ms: int) -> float:
-        """Returns predicted seconds until all fetched prefixes have come."""
         return max(0, self.receiving_until_ms - now_ms) / 1000
 
     def add(self, reservation: Reservation, now_ms: int, rounds: int) -> None:
@@ -106,7 +104,6 @@ class Loads(Mapping[Incarnation, Load]):
         return cls(list(loads), rows.reshape(len(loads), len(LOAD_FIELDS)).T.copy())
 
     def of_those(self, some: Container[Incarnation]) -> Loads:
-        """Returns the loads of the incarnations in `some`."""
         places = [i for i, inc in enumerate(self.incarnations) if inc in some]
         return Loads([self.incarnations[i] for i in places], self.columns[:, places])
 

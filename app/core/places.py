@@ -83,7 +83,6 @@ class Places(Generic[T]):
         return self._sizes.total
 
     def waiting(self) -> list[T]:
-        """Returns the calls without a place."""
         return [call for calls in self._waiting.values() for call in calls]
 
     def enter(self, holder: str, call: T, size: float = 1.0) -> list[T]:
@@ -127,7 +126,6 @@ class Places(Generic[T]):
         return True
 
     def leave(self, holder: str, size: float = 1.0) -> None:
-        """Frees the place of a call that has ended."""
         self.num_free += 1
         self._at_work[holder] -= 1
         if not self._at_work[holder]:

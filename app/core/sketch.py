@@ -39,7 +39,6 @@ class ChainSketch:
         self._left = 0
 
     def leading(self, chain: Sequence[SequenceHash], now_s: float) -> int:
-        """Returns how many leading blocks of a chain were added lately."""
         self._age(now_s)
         newest, *older = self._generations
         return _further(chain, _known(chain, 0, newest), older)

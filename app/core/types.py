@@ -84,7 +84,6 @@ def checked_sent_ms(value: str | None) -> int | None:
 
 
 def request_id_of(reservation_id: str) -> str:
-    """Returns the id of the request that a reservation is for."""
     request_id, _, tag = reservation_id.rpartition("~")
     return request_id if request_id and TAG.fullmatch(tag) else reservation_id
 

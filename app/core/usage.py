@@ -54,7 +54,6 @@ def added_up(used: Iterable[tuple[Who, UsageSums]], by: str) -> dict[str, UsageS
 
 
 def tokens(usage: UsageSums) -> int:
-    """Returns all tokens of prompts and answers."""
     return usage.prompt_tokens + usage.output_tokens
 
 

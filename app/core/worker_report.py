@@ -369,7 +369,6 @@ class GpuReadings:
     )
 
     def known(self) -> dict[str, float]:
-        """Returns name -> reading of the readings that there are."""
         values = ((item.name, getattr(self, item.name)) for item in GPU)
         return {name: value for name, value in values if value is not None}
 

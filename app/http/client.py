@@ -75,7 +75,6 @@ class Exchange(Request):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the client may take nothing."""
         return STALLED_S
 
     @property
@@ -112,11 +111,9 @@ class Exchange(Request):
         await self.say({"type": "http.response.body", "body": piece, "more_body": not last})
 
     async def answer(self, content: object, status: int = 200) -> None:
-        """Answers with JSON."""
         await self.answer_whole(orjson.dumps(content), status, JSON)
 
     async def answer_whole(self, body: bytes, status: int, *headers: tuple[bytes, bytes]) -> None:
-        """Answers with a body that is known."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send(body, last=True)
 

@@ -101,7 +101,6 @@ class ErrorTable:
         return body_of(self.meaning_of(error), self.message_of(error), field, dialect)
 
     def answer_to(self, error: Exception, dialect: Dialect) -> tuple[int, Headers, bytes]:
-        """Returns status, headers and body."""
         status, _, _ = self.meaning_of(error)
         headers = []
         if status in RETRIED and not isinstance(error, self._lasting):
@@ -121,7 +120,6 @@ class ErrorTable:
 
 
 def kind_of(status: int) -> str:
-    """Returns OpenAI's `type` of an error with that status."""
     if status in RETRIED:
         return OVERLOADED
     return INVALID if status < 500 else FAULT

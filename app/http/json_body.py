@@ -98,7 +98,6 @@ class Fields(Mapping[str, Any]):
         return bytes(self._members[name]) if name in self._members else b""
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a member; 0 if there is none."""
         return len(memoryview(self._members[name])) if name in self._members else 0
 
     def mentions(self, name: str, words: Iterable[bytes]) -> bool:

@@ -64,7 +64,6 @@ class _Counted(Collector):
             self._children[()] = self
 
     def labels(self, *values: str) -> Self:
-        """Returns the child with these labels."""
         child = self._children.get(values)
         if child is None:
             named = tuple(map(str, values))

@@ -25,7 +25,6 @@ class NamespaceEvent(NamedTuple):
 
 
 def record(keyspace: Keyspace, kind: str, subject: str, text: str) -> Call[bytes]:
-    """Adds an event; returns its id."""
     fields = ("kind", kind, "subject", subject, "text", text)
     limit = ("MAXLEN", "~", KEPT, "*")
     return command("record", "XADD", keyspace["events"], *limit, *fields, parse=bytes)

@@ -47,7 +47,6 @@ class Errors(NamedTuple):
 
 
 def record(keyspace: Keyspace, error: Error, count: int) -> Call[bytes]:
-    """Adds an error that `count` requests had lately; returns its id."""
     fields = chain.from_iterable(zip(Error._fields, error, strict=True))
     limit = ("MAXLEN", "~", KEPT, "*")
     return command(

@@ -58,5 +58,4 @@ def claims_in(entry: bytes) -> tuple[str, ...]:
 
 
 def exists(namespace: str) -> Call[bool]:
-    """Returns whether a worker has registered in `namespace`."""
     return command("exists", "EXISTS", Keyspace(namespace)["meta"], parse=bool)

@@ -130,7 +130,6 @@ class ScriptRunner:
         return [_parsed(c, reply) for c, reply in zip(calls, replies, strict=True)]
 
     async def one(self, one: Call[T]) -> T:
-        """Returns the parsed reply of one call."""
         result: T = (await self.run([one]))[0]
         return result
 

@@ -30,5 +30,4 @@ async def pages_backwards(
 
 
 def id_ms(entry_id: bytes) -> int:
-    """Returns when an entry was added, in ms by the Redis clock."""
     return int(entry_id.partition(b"-")[0])

@@ -147,7 +147,6 @@ class MediaTokens:
         self._number = 0.0
 
     def of(self, media: Media, rule: Rule | None) -> int:
-        """Returns the estimated tokens of all media."""
         mean = self._tokens / self._number if self._number else USUAL_TOKENS
         return round(sum(mean if size is None or not rule else rule(size) for size in media.sizes))
 

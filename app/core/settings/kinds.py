@@ -202,7 +202,6 @@ def drain_setting(heading: str | None = None) -> Any:
 
 
 def headings(cls: type) -> dict[str, str]:
-    """Returns field name -> heading."""
     heading, by_name = COMMON, {}
     for f in fields(cls):
         by_name[f.name] = heading = f.metadata["heading"] or heading
@@ -228,7 +227,6 @@ def shown_default(f: Field[Any]) -> str:
 
 
 def variable(f: Field[Any]) -> str:
-    """Returns the environment variable of a field made by `setting`."""
     env: str = f.metadata["env"] or f"KVROUTE_{f.name.upper()}"
     return env
 
