@@ -129,14 +129,6 @@ CHAINS = [
             | {"app.planner.observe", "app.planner.connectors"}
             | beyond("core", "policy", "simulation", "planner"),
         ),
-        Boundary(
-            "app.planner",
-            frozenset({"fastapi", "torch"})
-            | beyond(
-                *("core", "policy", "state", "router", "http", "local", "options", "simulation"),
-                "planner",
-            ),
-        ),
     ],
     [
         # Of app.policy it knows the record of a decision, and what that is made of.
@@ -163,13 +155,6 @@ CHAINS = [
                 *("console", "edge"),
             ),
         ),
-        Boundary(
-            "app",
-            TESTS | {"torch", "workers", "opentelemetry.exporter", "grpc"},
-            without=NEEDS_GRPC,
-        ),
-    ],
-    [
         Boundary(
             "app.gateway",
             frozenset({"aiohttp", "torch"})
@@ -201,6 +186,19 @@ CHAINS = [
             frozenset({"fastapi", "redis", "torch"})
             | beyond("core", "http", "policy", "options", "local"),
         ),
+        Boundary(
+            "app.planner",
+            frozenset({"fastapi", "torch"})
+            | beyond(
+                *("core", "policy", "state", "router", "http", "local", "options", "simulation"),
+                "planner",
+            ),
+        ),
+        Boundary(
+            "app",
+            TESTS | {"torch", "workers", "opentelemetry.exporter", "grpc"},
+            without=NEEDS_GRPC,
+        ),
     ],
     [
         Boundary(
@@ -210,19 +208,16 @@ CHAINS = [
     [
         Boundary("workers.bridge", WEB | {"torch"}),
         Boundary("workers.agent", WEB | {"torch"}),
-        Boundary("workers", WEB, without=SERVED | {"workers.main"}),
+        Boundary("workers", WEB | {"torch"}, without=SERVED | NEEDS_TORCH | {"workers.main"}),
+        Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH),
         Boundary(
             "workers",
             frozenset({"fastapi"})
             | (beyond("core", "state", "http", "tokens", "simulation") - {"workers"}),
         ),
     ],
-    [Boundary("workers", frozenset({"torch"}), without=NEEDS_TORCH)],
-    [
-        # Alone: locust patches what Kubernetes' client has loaded by then.
-        Boundary("loadtest", frozenset({"torch"}), without=NEEDS_TORCH),
-        Boundary("loadtest", frozenset({"tests", "tools", "app.edge"})),
-    ],
+    # Alone: locust patches what Kubernetes' client has loaded by then.
+    [Boundary("loadtest", frozenset({"torch", "tests", "tools", "app.edge"}), without=NEEDS_TORCH)],
 ]
 
 
