@@ -118,7 +118,7 @@ demo: $(DEMO_STAMP) ## Run a whole cluster on this machine, without a GPU
 
 DEVICE := cpu
 
-demo-torch: setup ## Run two workers with a real model on this machine's CPU, or with DEVICE=cuda on its GPU
+demo-torch: setup ## Run a worker with a real model on this machine's CPU, or with DEVICE=cuda on its GPU
 	$(BIN)/python -m loadtest.demo_torch --device $(DEVICE)
 
 bench-gpu: setup ## Measure all that is to be measured on a GPU, within eight minutes

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.roles import Role
-from app.options import FACTOR, Number
+from app.options import Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Rules
-from app.simulation.profiles import PROFILES, Link, Profile
+from app.simulation.profiles import Link, Profile
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option
 from loadtest.experiment import Rows, experiment, meets_slo
@@ -40,6 +40,11 @@ ROUTING = "latency"
 STATIC = "static"
 CURVE = "curve"
 FORMS = (*POLICIES, STATIC, CURVE)
+STARTUP_S = 60.0
+BURSTS = 0.2
+"""Share of the traffic that comes in bursts."""
+LINK_GBIT = 100.0
+"""At which KV leaves workers that have roles."""
 PEAK_TO_TROUGH = 4.0
 NOON_DIP = 0.3
 """Of the peak."""
@@ -120,7 +125,6 @@ class Scenario:
     hours: float
     setting: Setting
     rules: Rules
-    startup_s: float
     prompts: TracePrompts
 
 
@@ -132,7 +136,7 @@ def play(
     if policy.name == STATIC:
         size = int(policy.value or 1)
         setting = replace(setting, num_workers=size)
-        scaling = Scaling(STATIC, rules, victim, scenario.startup_s, sizes=lambda _: size)
+        scaling = Scaling(STATIC, rules, victim, STARTUP_S, sizes=lambda _: size)
     elif policy.name == CURVE:
         mean, shape = policy.value or 1.0, curve(round(3600 * scenario.hours), bursts=0.0, seed=0)
 
@@ -140,9 +144,9 @@ def play(
             return max(1, round(mean * float(shape[min(int(at_s), shape.size - 1)])))
 
         setting = replace(setting, num_workers=planned(0.0))
-        scaling = Scaling(CURVE, rules, victim, scenario.startup_s, sizes=planned)
+        scaling = Scaling(CURVE, rules, victim, STARTUP_S, sizes=planned)
     else:
-        scaling = Scaling(policy.name, rules, victim, scenario.startup_s)
+        scaling = Scaling(policy.name, rules, victim, STARTUP_S)
     end_s = 3600 * scenario.hours
     scaled = Scaled(scaling, setting, ROUTING, scenario.prompts, end_s)
     return figures_of(scaled.run(scenario.day), setting.profiles[0])
@@ -180,38 +184,34 @@ def rows(
     victims: tuple[str, ...],
     hours: float,
     load: float,
-    bursts: float,
-    startup_s: float,
     num_workers: int,
     roles: tuple[Role, ...] | None,
-    link_gbit: float,
     max_workers: int,
-    profile: str,
 ) -> Rows:
     variants = [ScalingVariant(policy) for policy in policies]
     trace = read(trace_file)
-    setting = Setting(num_workers=num_workers, profiles=(PROFILES[profile],))
+    setting = Setting(num_workers=num_workers)
     if roles:
         if any(variant.name == CURVE for variant in variants):
             raise click.UsageError(f"--roles: {CURVE} knows none")
-        link = Link(link_gbit * 1e9 / 8)
-        setting = replace(setting, num_workers=len(roles), roles=roles, link=link)
+        setting = replace(
+            setting, num_workers=len(roles), roles=roles, link=Link(LINK_GBIT * 1e9 / 8)
+        )
 
     @cache
     def scenario(seed: int) -> Scenario:
         return Scenario(
-            day_of(trace, curve(round(3600 * hours), bursts=bursts, seed=seed), load),
+            day_of(trace, curve(round(3600 * hours), bursts=BURSTS, seed=seed), load),
             hours,
             replace(setting, seed=seed),
             Rules(max_workers=max_workers),
-            startup_s,
             TracePrompts(setting.block_size),
         )
 
     day = scenario(0).day
     title = (
-        f"{day.name}: {day.num_requests:,} requests, peak to trough 4:1, {bursts:.0%} in bursts; "
-        f"a start takes {startup_s:g} s"
+        f"{day.name}: {day.num_requests:,} requests, peak to trough 4:1, {BURSTS:.0%} in bursts; "
+        f"a start takes {STARTUP_S:g} s"
     )
     return {
         f"{title}; {victim} leaves": {
@@ -265,8 +265,6 @@ main = experiment(
         "Mean arrival rate, as a multiple of the recorded one.",
         Number(0, 64, min_open=True),
     ),
-    option("--bursts", 0.2, "Share of the traffic that comes in bursts.", Number(0, 1)),
-    option("--startup-s", 60.0, "Until a worker that was asked for is live.", Number(0, 3600)),
     option("--workers num_workers", 3, "Workers at the start."),
     option(
         "--roles",
@@ -275,9 +273,7 @@ main = experiment(
         "then there are two pools.",
         ROLES,
     ),
-    option("--link-gbit", 100.0, "With --roles: Gbit/s at which KV leaves a worker.", FACTOR),
     option("--max-workers", 16, "Workers at most."),
-    option("--profile", "70b-4xh100", "Timing of the workers.", click.Choice(list(PROFILES))),
 )
 
 if __name__ == "__main__":

@@ -3,22 +3,18 @@
     python -m loadtest.bench_bridge --json out/bench_bridge.json
 
 A process publishes as vLLM does, and the agent's own parts read it, translate it and publish it:
-chains that are stored, then removed. The memory is what a fresh process grows by. For the idle
-figure `kvroute agent` runs beside that process. The namespaces are deleted at the end.
+chains that are stored, then removed. For the idle figure `kvroute
+agent` runs beside that process. The namespaces are deleted at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,12 +50,10 @@ KEYS = Keyspace("bench-bridge")
 CHAIN_BLOCKS = 64
 SEEN_CHAINS = 400
 SEEN_PER_S = 5_000
-STEADY_PER_S = 20_000
 IDLE_S = 20.0
 POLL_S = 0.002
 LOOK_S = 0.0002
 DEADLINE_S = 120.0
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def tokens_of(chain: int) -> list[int]:
@@ -256,30 +250,6 @@ async def published_per_s(url: str, chains: int) -> dict[str, float]:
     return figures
 
 
-async def bytes_per_block(url: str, chains: int) -> float:
-    """By how much this process grows for each block held, at a pace at which nothing queues up. To
-    be asked of a fresh process: another would reuse what it has freed."""
-    with running_engine() as published:
-        async with running_rank(url, published.source, chains * CHAIN_BLOCKS) as rank:
-            await published.prepare("stored", range(chains), STEADY_PER_S)
-            before = rss_bytes()
-            published.go()
-            await _until_published(rank, chains)
-            grown = rss_bytes() - before
-            await published.sent()
-            assert rank.blocks.num_held == chains * CHAIN_BLOCKS
-    return grown / (chains * CHAIN_BLOCKS)
-
-
-def fresh_bytes_per_block(url: str, chains: int) -> float:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-        return fresh.submit(_bytes_per_block_here, url, chains).result()
-
-
-def _bytes_per_block_here(url: str, chains: int) -> float:
-    return run(bytes_per_block(url, chains))
-
-
 async def _until_published(rank: Rank, batches: int) -> None:
     stream, last = rank.stream, batches - 1
     assert stream is not None
@@ -291,11 +261,6 @@ async def _until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
             await asyncio.sleep(POLL_S)
-
-
-def rss_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def watch(to: Connection, url: str, chains: Sequence[Sequence[SequenceHash]]) -> None:
@@ -345,7 +310,6 @@ async def measure(url: str, chains: int) -> dict[str, Any]:
     """chains: how many are published in bursts, of CHAIN_BLOCKS each."""
     return {
         "blocks": chains * CHAIN_BLOCKS,
-        "bytes_per_block": await asyncio.to_thread(fresh_bytes_per_block, url, chains),
         "published_per_s": await published_per_s(url, chains),
         "visible_ms": await visible_ms(url),
         "idle_share": await asyncio.to_thread(idle_share, url),
@@ -358,7 +322,6 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"Blocks a second from the socket to Redis, agent on one core: {rates['stored']:,.0f} "
         f"stored, {rates['removed']:,.0f} removed"
     )
-    console.print(f"Memory of the agent: {result['bytes_per_block']:.0f} bytes for each block held")
     shown = ", ".join(f"{name} {ms:.1f}" for name, ms in result["visible_ms"].items())
     console.print(f"From a batch until its blocks are seen, at {SEEN_PER_S:,}/s: {shown} ms")
     console.print(f"CPU of an agent whose engine is idle: {result['idle_share']:.1%} of a core")

@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,12 +44,11 @@ import app
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.http.server import listen, run, serve
-from app.local.redis_server import LOOPBACK
+from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from app.tokens.renderer import load as load_renderer
-from loadtest import beside
 from loadtest.command import option
 from loadtest.harness import bench, grid, in_turn, medians, percentiles
 from loadtest.holders import Holders
@@ -73,8 +75,81 @@ CONCURRENCY = 32
 PACED_STREAMS = 200
 CHAT_TOKENS, CHAT_TURNS = 32_000, 20
 HERE = Path(app.__file__).parents[1]
+START_S = 60.0
+REGISTER = "import asyncio, sys; from loadtest.bench_door import register; "
+REGISTER += "asyncio.run(register(*sys.argv[1:]))"
 COMPARED = ("streamed chat", "800 characters", "/v1/route, 2,048 ids")
 """Shapes of which the doors of two checkouts are compared."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A checkout's, which decides by a Redis of its own: what is in it may differ."""
+
+    serving: Server
+    redis_url: str
+
+
+@contextmanager
+def door_of(
+    checkout: Path, python: str, engine_url: str, namespace: str, tokenizers: str
+) -> Iterator[Door]:
+    """The checkout's own code registers the engine, and its own command starts the door.
+
+    Raises ClickException if the engine cannot be registered.
+    """
+    port = free_port()
+    with EmbeddedRedis() as redis:
+        assert redis.pid is not None
+        os.sched_setaffinity(redis.pid, CORES[:1])
+        environment = {
+            **os.environ,
+            "REDIS_URL": redis.url,
+            "KVROUTE_PORT": str(port),
+            "KVROUTE_NAMESPACE": namespace,
+            "KVROUTE_TOKENIZERS": tokenizers,
+            "KVROUTE_REDIS_TIMEOUT_MS": "5000",
+            "KVROUTE_LOG_LEVEL": "error",
+        }
+        # Code is found in the folder that a process starts in, before any that is installed.
+        about: dict[str, Any] = {"cwd": checkout, "env": environment}
+        command = [python, "-c", REGISTER, redis.url, engine_url]
+        ran = subprocess.run(command, **about, capture_output=True, text=True, timeout=START_S)
+        if ran.returncode:
+            raise click.ClickException(f"{checkout} cannot register a worker: {ran.stderr}")
+        with subprocess.Popen([python, "-m", "app.cli", "router"], **about) as process:
+            os.sched_setaffinity(process.pid, {server_core(0)})
+            try:
+                yield Door(Server(process.pid, port), redis.url)
+            finally:
+                process.terminate()
+
+
+def compare(
+    doors: Sequence[Door], shapes: Sequence[Shape], concurrency: int, requests: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """By shape: µs of CPU a request at the first door and at the second, and the median of how many
+    times the first's the second's is, round by round."""
+    for door in doors:
+        for shape in shapes:
+            run(until_serving(door.serving.port, shape))
+
+    def cpu_us(door: Door, shape: Shape) -> float:
+        took = run(load([door.serving], door.redis_url, shape, concurrency, requests))
+        return figures([took])["cpu_us"]
+
+    ways = {(s.name, door): partial(cpu_us, door, s) for s in shapes for door in doors}
+    made = in_turn(ways, rounds)
+    compared = {}
+    for shape in shapes:
+        other, here = (made[shape.name, door] for door in doors)
+        times = [b / a for a, b in zip(other, here, strict=True)]
+        compared[shape.name] = {
+            "other_us": median(other),
+            "here_us": median(here),
+            "times": median(times),
+        }
+    return compared
 
 
 def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
@@ -314,7 +389,7 @@ def measure(
 def measure_beside(
     other: Path, python: str | None, requests: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """See beside.compare. python: of the other; None: that of its .venv, if it has one."""
+    """python: of the other; None: that of its .venv, if it has one."""
     its_own = other / ".venv/bin/python"
     python = python or (str(its_own) if its_own.exists() else sys.executable)
     by_name = {shape.name: shape for shape in (*shapes(), *counted_shapes())}
@@ -324,17 +399,15 @@ def measure_beside(
         run(until_open(engine.port))
         about = (f"http://{LOOPBACK}:{engine.port}", KEYS.namespace, f"{MODEL}={tokenizer}")
         doors = [
-            stack.enter_context(beside.door_of(checkout, interpreter, *about))
+            stack.enter_context(door_of(checkout, interpreter, *about))
             for checkout, interpreter in ((other, python), (HERE, sys.executable))
         ]
-        return beside.compare(
-            doors, [by_name[name] for name in COMPARED], CONCURRENCY, requests, rounds
-        )
+        return compare(doors, [by_name[name] for name in COMPARED], CONCURRENCY, requests, rounds)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
     if "counts" not in result:
-        console.print(beside.shown(result))
+        console.print(_compared(result))
         return
     console.print(_counts(result["counts"]))
     columns = {
@@ -354,6 +427,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"Tokenizing {CHAT_TOKENS:,} tokens of which all but the last turn was seen: "
         f"{result['tokenizing_seen_share']:.1%} of the time from scratch"
     )
+
+
+def _compared(result: dict[str, dict[str, float]]) -> Table:
+    columns = {
+        "other, µs of CPU": "{other_us:.0f}",
+        "this one, µs of CPU": "{here_us:.0f}",
+        "times": "{times:.2f}",
+    }
+    return grid([""], columns, (([shape], numbers) for shape, numbers in result.items()))
 
 
 def _counts(counts: dict[str, dict[str, Any]]) -> Table:

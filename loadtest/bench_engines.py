@@ -3,7 +3,7 @@
     python -m loadtest.bench_engines --engine-url http://127.0.0.1:8000 --engine-url http://127.0.0.1:8001
 
 The engines are vLLM or SGLang, publish events and serve one model. An agent is started beside each,
-and a router before them, once for each policy and round. Each time the conversations are new, so
+and a router before them, once for each policy and seed. Each time the conversations are new, so
 that nothing is cached of them; turn for turn, a conversation's prompt begins with its last one.
 """
 
@@ -14,11 +14,12 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,14 +28,12 @@ import click
 import httpx
 import orjson
 import stamina
-from rich import box
-from rich.console import Console
 
 from app.http.server import run
 from app.local.child import start_child
 from app.local.redis_server import EmbeddedRedis, free_port
 from loadtest.command import option
-from loadtest.harness import bench, grid, medians
+from loadtest.experiment import Rows, experiment
 from loadtest.servers import routers
 
 POLICIES = "round_robin", "latency"
@@ -180,18 +179,16 @@ async def ask(
     return reply, Turn(first_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
 
 
-def play(engine_urls: Sequence[str], policy: str, asked: Conversations, seed: int) -> list[Turn]:
-    """One round with agents, a router and a Redis of its own."""
+def play(
+    engine_urls: Sequence[str], policy: str, asked: Conversations, seed: int
+) -> Mapping[str, Any]:
+    """One round with agents, a router and a Redis of its own; its conversations are new."""
     with ExitStack() as stack:
         redis_url = stack.enter_context(EmbeddedRedis()).url
         for number, url in enumerate(engine_urls):
             stack.enter_context(agent_beside(url, redis_url, NAMESPACE, f"e{number}"))
         [url] = stack.enter_context(routers(1, redis_url, namespace=NAMESPACE, policy=policy))
-        model = _first_model(url)
-        return run(converse(url, model, asked, seed))
-
-
-def summary(turns: Sequence[Turn]) -> dict[str, float]:
+        turns = run(converse(url, _first_model(url), asked, random.randrange(1_000_000) + seed))
     cached = sum(turn.cached_tokens for turn in turns)
     return {
         "cached_share": cached / sum(turn.prompt_tokens for turn in turns),
@@ -200,39 +197,19 @@ def summary(turns: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-def measure(
-    engine_urls: Sequence[str], device: str, rounds: int, **sizes: int | None
-) -> dict[str, Any]:
+def rows(engine_urls: Sequence[str], device: str, **sizes: int | None) -> Rows:
     """sizes: in place of those of the device; fields of Conversations."""
     asked = replace(CONVERSATIONS[device], **{name: n for name, n in sizes.items() if n})
-    return measure_with(engine_urls, asked, rounds)
+    return {"": {policy: partial(play, engine_urls, policy, asked) for policy in POLICIES}}
 
 
-def measure_with(engine_urls: Sequence[str], asked: Conversations, rounds: int) -> dict[str, Any]:
-    played: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
-    first = random.randrange(1_000_000)
-    for number in range(rounds * len(POLICIES)):
-        policy = POLICIES[number % len(POLICIES)]
-        played[policy].append(summary(play(engine_urls, policy, asked, first + number)))
-    summaries = {policy: medians(figures) for policy, figures in played.items()}
-    blind, aware = (summaries[policy] for policy in POLICIES)
-    compared = {name: aware[name] / blind[name] for name in aware}
-    return {"asked": asdict(asked), "policies": summaries, "compared": compared}
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    columns = {
-        "tokens from cache": "{cached_tokens:,.0f}",
-        "share of prompts": "{cached_share:.1%}",
-        "mean TTFT": "{mean_ttft_ms:.0f} ms",
-    }
-    rows = (([policy], numbers) for policy, numbers in result["policies"].items())
-    console.print(grid(["policy"], columns, rows, box=box.SIMPLE_HEAD))
-
-
-main = bench(
-    measure,
-    show,
+main = experiment(
+    rows,
+    (
+        ("tokens from cache", "cached_tokens", "{:,.0f}"),
+        ("share of prompts", "cached_share", "{:.1%}"),
+        ("mean TTFT, ms", "mean_ttft_ms", "{:.0f}"),
+    ),
     option("--engine-url engine_urls", None, "Two or more.", str, multiple=True, required=True),
     option(
         "--device",
@@ -245,7 +222,10 @@ main = bench(
     option("--at-once", None, "Requests in flight at most."),
     option("--system-words words_of_system", None),
     option("--turn-words words_of_turn", None),
-    option("--rounds", 3, "With each policy."),
+    labels="policy",
+    seeds=3,
+    middle=median,
+    one_by_one=True,
 )
 
 if __name__ == "__main__":

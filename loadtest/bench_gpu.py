@@ -55,8 +55,7 @@ PARTS = (
     ),
     Part(
         "demo",
-        "loadtest.demo_torch --device={device} --rounds=3 --conversations=12 --turns=4 "
-        "--every-s=1 --out={out}",
+        "loadtest.demo_torch --device={device} --rounds=3 --out={out}",
         "demo-torch.json",
         200.0,
     ),

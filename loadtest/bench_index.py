@@ -3,9 +3,8 @@
     python -m loadtest.bench_index --json out/bench_index.json
 
 Server time is Redis's own (INFO commandstats). Each lookup is made by a router that has looked up
-one other prompt before, with the same system prompt; in one column it has looked up none. In
-another it keeps what it learns, as routers do, from one round's lookups in a row: where a million
-blocks are only a few prompts, it meets some of them again. The router shares a core with Redis.
+one other prompt before, with the same system prompt; in one column it has looked up none. The
+router shares a core with Redis.
 
 The same run also measures the access pattern that others use: one hash per block, and a pipeline of
 one HKEYS for each block of a prompt. The benchmark fills namespaces of its own and deletes them at
@@ -44,22 +43,16 @@ KEYS = Keyspace("bench-index")
 LENGTHS = (16, 64, 512, 2048, 4096, 8192)
 CHAIN = 8192
 SYSTEM_PROMPT = 64
-TOGETHER = 32
 FIRST = "mixed, first"
-IN_A_ROW = "mixed, in a row"
-AT_ONCE = f"mixed, {TOGETHER} at once"
 HALF = "half of that"
 PARTS_OF_MIXED = ("one owner", "three owners", HALF)
-KINDS = (*PARTS_OF_MIXED, "mixed", FIRST, IN_A_ROW, AT_ONCE)
+KINDS = (*PARTS_OF_MIXED, "mixed", FIRST)
 PEER_LENGTHS = (512, 2048)
 PEER_PREFIX = "bench-index-peer:"
 PEER_QUERIES = 200
 CHANGE_BATCHES = 200
-PINGS = 100
-MAX_OWNERS = 8
 MIN_WORKERS = 3
 """One chain is stored on up to this many workers."""
-OWNED_CHAINS = 8
 
 Chains = Sequence[Sequence[SequenceHash]]
 
@@ -125,29 +118,22 @@ async def look_up_cost(
     chains: Chains,
     held: Sequence[int],
     learnt: Boundaries,
-    *,
-    together: int = 1,
-    learns: bool = False,
 ) -> LookUpCost:
     """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
 
-    held: how many blocks of each chain are to be found. learnt: what the router knows before the
-    first lookup, and unless it `learns`, before each. together: chains per lookup, as in a router
-    that gets this many requests at once.
+    held: how many blocks of each chain are to be found. learnt: what the router knows before each.
     """
     runner = CountingRunner(redis, timeout_s=60)
-    boundaries = deepcopy(learnt)
     await redis.config_resetstat()
     cpu_s = 0.0
-    for at in range(0, len(chains), together):
+    for chain, due in zip(chains, held, strict=True):
         # Made afresh, and so as near in the caches as hashing leaves it.
-        fresh = [np.array(chain, np.uint64).tolist() for chain in chains[at : at + together]]
-        if not learns:
-            boundaries = deepcopy(learnt)
+        fresh = np.array(chain, np.uint64).tolist()
+        boundaries = deepcopy(learnt)
         begin = time.process_time()
-        overlaps, _ = await match(runner, KEYS, fresh, boundaries=boundaries)
+        overlaps, _ = await match(runner, KEYS, [fresh], boundaries=boundaries)
         cpu_s += time.process_time() - begin
-        check_found(overlaps, held[at : at + together])
+        check_found(overlaps, [due])
     in_all = (await look_up_us(redis), cpu_s * 1e6, runner.round_trips)
     return LookUpCost(*(figure / len(chains) for figure in in_all))
 
@@ -180,12 +166,10 @@ def prompt(
 
 
 async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: int) -> Any:
-    """Medians over `repeats`, by figure, by kind and by length of the prompt; `ping_cpu_us` too."""
+    """Medians over `repeats`, by figure, by kind and by length of the prompt."""
     rng = np.random.default_rng(2)
     costs: dict[tuple[str, int], list[LookUpCost]] = {}
-    pings_us: list[float] = []
     for _ in range(repeats):
-        pings_us.append(await ping_cpu_us(runner.redis, PINGS))
         for length in LENGTHS:
             learnt = Boundaries()
             await match(runner, KEYS, [chains[0][:length]], boundaries=learnt)
@@ -195,14 +179,7 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
                 prompts = [prompt(of, chains, length, rng) for of in kinds]
                 held = [length // 2 if of == HALF else length for of in kinds]
                 known = Boundaries() if kind == FIRST else learnt
-                cost = await look_up_cost(
-                    runner.redis,
-                    prompts,
-                    held,
-                    known,
-                    together=TOGETHER if kind == AT_ONCE else 1,
-                    learns=kind == IN_A_ROW,
-                )
+                cost = await look_up_cost(runner.redis, prompts, held, known)
                 costs.setdefault((kind, length), []).append(cost)
     middle = {of: medians([cost._asdict() for cost in made]) for of, made in costs.items()}
     return {
@@ -210,50 +187,22 @@ async def look_ups(runner: ScriptRunner, chains: Chains, queries: int, repeats: 
             kind: {str(length): middle[kind, length][name] for length in LENGTHS} for kind in KINDS
         }
         for name in LookUpCost._fields
-    } | {"ping_cpu_us": median(pings_us)}
-
-
-async def ping_cpu_us(redis: RedisClient, count: int) -> float:
-    """CPU time of the client per PING, µs: what any round trip costs here."""
-    begin = time.process_time()
-    for _ in range(count):
-        await redis.ping()
-    return (time.process_time() - begin) / count * 1e6
+    }
 
 
 async def change_us(redis: RedisClient, holders: Holders, repeats: int) -> dict[str, float]:
-    """Redis's mean time per block, µs, for batches of one worker's chain: stored where no worker
-    holds the blocks, stored where another one does, removed. The median over `repeats`."""
+    """Redis's mean time per block, µs, for batches of one worker's chain that are stored, then
+    removed. The median over `repeats`."""
     us: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(5)
     for _ in range(repeats):
         chains = [hashes(rng, BATCH) for _ in range(CHANGE_BATCHES)]
-        for name, worker, tier in (
-            ("stored", 0, Tier.DEVICE),
-            ("stored beside another", 1, Tier.DEVICE),
-            ("removed", 0, None),
-            ("removed", 1, None),
-        ):
+        for name, tier in (("stored", Tier.DEVICE), ("removed", None)):
             await redis.config_resetstat()
             for chain in chains:
-                await holders.store(worker, chain, tier)
+                await holders.store(0, chain, tier)
             us[name].append((await evalsha(redis))["usec"] / CHANGE_BATCHES / BATCH)
     return {name: median(means) for name, means in us.items()}
-
-
-async def bytes_per_owner(redis: RedisClient, holders: Holders, chains: Chains) -> dict[str, float]:
-    """Bytes per block that each further owner takes, averaged over the further owners so far."""
-    few = chains[: 2 * OWNED_CHAINS : 2]
-    blocks = len(few) * (CHAIN - SYSTEM_PROMPT)
-    workers = len(holders.incarnations)
-    before = await used_memory(redis)
-    grown: dict[str, float] = {}
-    for n in range(1, min(MAX_OWNERS, workers)):
-        for i, chain in enumerate(few):
-            others = [worker for worker in range(workers) if worker != 2 * i % workers]
-            await holders.store(others[-n], chain, start=SYSTEM_PROMPT)
-        grown[str(n + 1)] = (await used_memory(redis) - before) / n / blocks
-    return grown
 
 
 async def version(redis: RedisClient) -> str:
@@ -298,16 +247,14 @@ async def peer_us(redis: RedisClient, chains: Chains, workers: int) -> dict[str,
 
 
 async def measure(
-    url: str, blocks: int, index_blocks: int | None, workers: int, queries: int, repeats: int
+    url: str, blocks: int, workers: int, queries: int, repeats: int
 ) -> dict[str, Any]:
-    """index_blocks: that the index is laid out for; None: `blocks`."""
-    index_blocks = index_blocks or blocks
     redis = connect(url)
     runner = ScriptRunner(redis, timeout_s=60)
     try:
         await _delete(redis)
         before = await used_memory(redis)
-        holders = Holders(runner, KEYS, index_blocks=index_blocks)
+        holders = Holders(runner, KEYS, index_blocks=blocks)
         await holders.register(workers)
         chains = await fill(holders, np.random.default_rng(1), blocks)
         memory = await used_memory(redis) - before
@@ -316,11 +263,9 @@ async def measure(
             "server": await version(redis),
             "workers": workers,
             "unique_blocks": num_unique(chains),
-            "laid_out_for": index_blocks,
             "bytes_per_block": memory / num_unique(chains),
             **await look_ups(runner, chains, queries, repeats),
             "change_us_per_block": await change_us(redis, holders, repeats),
-            "bytes_per_further_owner": await bytes_per_owner(redis, holders, chains),
             "peer_us": await peer_us(redis, chains, workers),
         }
     finally:
@@ -337,11 +282,8 @@ async def _delete(redis: RedisClient) -> None:
 def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         f"{result['server']}, {result['workers']} workers, {result['unique_blocks']:,} unique "
-        f"blocks in an index laid out for {result['laid_out_for']:,}: "
-        f"{result['bytes_per_block']:.1f} bytes a block"
+        f"blocks: {result['bytes_per_block']:.1f} bytes a block"
     )
-    owners = result["bytes_per_further_owner"].items()
-    console.print("  " + ", ".join(f"{b:.1f} for each of {int(n) - 1} further" for n, b in owners))
     for name, figure in result["change_us_per_block"].items():
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
     us, cpu_us, round_trips = (result[name] for name in LookUpCost._fields)
@@ -360,14 +302,12 @@ def show(result: dict[str, Any], console: Console) -> None:
         costs = (f"{cpu_us[kind][length]:.0f} in {round_trips[kind][length]:.1f}" for kind in KINDS)
         cells.add_row(length, *costs)
     console.print(cells)
-    console.print(f"A PING takes {result['ping_cpu_us']:.0f} µs of the router's CPU.")
 
 
 main = bench(
     measure,
     show,
     option("--blocks", 1_000_000, "Unique blocks."),
-    option("--index-blocks", None, "Blocks the index is laid out for; unset: --blocks."),
     option("--workers", 64, kind=click.IntRange(MIN_WORKERS, MOST)),
     option("--queries", 667, "Queries per kind, length and round; three times as many of the mix."),
     option("--repeats", 5, "Rounds, of which the median is taken."),

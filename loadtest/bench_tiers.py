@@ -3,13 +3,10 @@
     python -m loadtest.bench_tiers --json out/bench_tiers.json
 
 Each move that workers make is measured. Blocks come from scattered slots and go into slots in a row
-or into scattered ones. If they come from disk, the slots on disk are in a row or scattered. "in
-runs": on both sides blocks lie in scattered runs of eight, much as tiers give them out. Each round
-makes all these copies, and copies as many bytes in one piece: from tensor to tensor, into a file,
-or out of one. Without a CUDA device, the device tier is host memory as well. The disk is as fast as
-the kernel's page cache makes it. Blocks on disk have checksums; the plain copy has none. "checked"
-is the plain copy in pieces of a megabyte, each hashed while it is in a core's cache: the best that
-one thread can do.
+or into scattered ones. If they come from disk, the slots on disk are in a row or scattered. Each
+round makes all these copies, and one of as many bytes in one piece: from tensor to tensor, into a
+file, or out of one. Without a CUDA device, the device tier is host memory as well. The disk is as
+fast as the kernel's page cache makes it. Blocks on disk have checksums; the plain copy has none.
 """
 
 from __future__ import annotations
@@ -29,14 +26,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
 
 from app.core.types import Tier
 from app.http.server import collect_seldom
 from loadtest.command import distinct, option
 from loadtest.harness import bench, grid
 from workers.kv.copies import Copies
-from workers.kv.disk import PART_BYTES, SlotFile
+from workers.kv.disk import SlotFile
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.slots import Move, Slot
@@ -49,8 +45,6 @@ PAIRS = (
     (Tier.HOST, Tier.DISK),
     (Tier.DISK, Tier.DEVICE),
 )
-RUN = 8
-"""Fewer blocks than tiers copy in one piece after long use: see workers.kv.slots."""
 
 
 def shape_of(block_bytes: int) -> KVShape:
@@ -89,8 +83,9 @@ class Bench:
         self.plain = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
         stack.callback(os.close, self.plain)
         rng = np.random.default_rng(0)
-        self.source_ids, self.scattered = (_in_runs(1, num_blocks, rng) for _ in range(2))
-        self.runs = [_in_runs(RUN, num_blocks, rng) for _ in range(2)]
+        self.source_ids, self.scattered = (
+            rng.permutation(2 * num_blocks)[:num_blocks].tolist() for _ in range(2)
+        )
         self.packed = list(range(num_blocks))
         self.blocks = [BlockIdentity(n.to_bytes(IDENTITY_BYTES)) for n in range(num_blocks)]
 
@@ -100,13 +95,11 @@ class Bench:
         in_a_row = self.source_ids, self.packed
         if source is Tier.DISK:
             in_a_row = self.packed, self.scattered
-            for slots in (self.packed, self.runs[0], self.source_ids):
+            for slots in (self.packed, self.source_ids):
                 self._copy(target, source, self.packed, slots)()
         copies: dict[str, Callable[[], None]] = {
             "plain": self._plain(source, target),
-            **({"checked": self._plain(source, target, PART_BYTES)} if on_disk else {}),
             "packed": self._copy(source, target, *in_a_row),
-            "runs": self._copy(source, target, *self.runs),
             "scattered": self._copy(source, target, self.source_ids, self.scattered),
         }
         seconds: dict[str, list[float]] = {name: [] for name in copies}
@@ -157,10 +150,7 @@ class Bench:
         if not torch.equal(wanted[self.source_ids].cpu(), words[target_ids].cpu()):
             raise click.ClickException(f"copies from {source.name} to {target.name} are wrong")
 
-    def _plain(
-        self, source: Tier, target: Tier, checked_bytes: int | None = None
-    ) -> Callable[[], None]:
-        """checked_bytes: how much goes into or out of the file at a time, each with a checksum."""
+    def _plain(self, source: Tier, target: Tier) -> Callable[[], None]:
         memory = {tier: pool.words[: self.num_blocks] for tier, pool in self.pools.items()}
         staged = {tier: self._in_host_memory(words) for tier, words in memory.items()}
 
@@ -175,19 +165,13 @@ class Bench:
             data = staged[source].numpy().data.cast("B")
             done = 0
             while done < len(data):
-                piece = data[done:][:checked_bytes]
-                if checked_bytes is not None:
-                    xxh3_64_intdigest(piece)
-                done += os.pwrite(self.plain, piece, done)
+                done += os.pwrite(self.plain, data[done:], done)
 
         def read() -> None:
             data = staged[target].numpy().data.cast("B")
             done = 0
             while done < len(data):
-                piece = data[done:][:checked_bytes]
-                done += os.preadv(self.plain, [piece], done)
-                if checked_bytes is not None:
-                    xxh3_64_intdigest(piece)
+                done += os.preadv(self.plain, [data[done:]], done)
             if memory[target].is_cuda:
                 memory[target].copy_(staged[target])
                 torch.cuda.synchronize()
@@ -204,15 +188,6 @@ class Bench:
         if words.is_cpu:
             return words
         return torch.zeros(words.shape, dtype=words.dtype, pin_memory=True)
-
-
-def _in_runs(length: int, num_blocks: int, rng: np.random.Generator) -> list[int]:
-    """`num_blocks` of twice as many slots: runs of `length`, at random places."""
-    length = min(length, num_blocks)
-    num_runs = -(-num_blocks // length)
-    starts = length * rng.permutation(2 * num_blocks // length)[:num_runs]
-    ids: list[int] = (starts[:, None] + np.arange(length)).ravel()[:num_blocks].tolist()
-    return ids
 
 
 def measure(block_kib: Sequence[int], mib: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -239,15 +214,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     title = f"Blocks between tiers, {result['mib']} MiB at once, on {result['device']}"
     columns = {
         "plain,\nGB/s": "{plain_gb_per_s:.1f}",
-        "checked": "{shown}",
         "in a row": "{packed:.2f}",
-        "in runs": "{runs:.2f}",
         "scattered": "{scattered:.2f}",
     }
     rows = (
-        ([pair, size], {**n, "shown": f"{n['checked']:.2f}" if "checked" in n else ""})
-        for pair, sizes in result["pairs"].items()
-        for size, n in sizes.items()
+        ([pair, size], n) for pair, sizes in result["pairs"].items() for size, n in sizes.items()
     )
     console.print(grid(["tiers", "block,\nKiB"], columns, rows, title=title))
 

@@ -1,9 +1,8 @@
 """What reuse is worth on a real engine: a Llama with random weights, on a CPU or a GPU.
 
-First, with one worker: the time to first token of prompts that share most of their tokens with one
+With one worker: the time to first token of prompts that share most of their tokens with one
 computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
-Then two workers, of which one goes on from the other's KV: a split, and a fetch. Then, with two
-workers behind two routers: conversations with and without KV-aware routing.
+What KV of another worker is worth: loadtest.bench_transfer.
 """
 
 from __future__ import annotations
@@ -25,54 +24,15 @@ from rich.table import Table
 from app.core.settings.router import RouterSettings
 from app.http.server import run
 from app.local.cluster import Cluster
-from app.options import POSITIVE_SECONDS
-from loadtest import bench_transfer, report
 from loadtest.client import ClusterClient
 from loadtest.command import Command, Console, make_folder, option, save
 from loadtest.devices import BLOCK_SIZE, SIZES, Size, device_option, model_option, torch_worker
-from loadtest.replay import progress_display, replay_policy
-from loadtest.traces import Session, Trace, TraceRequest, pseudo_random_tokens
+from loadtest.traces import pseudo_random_tokens
 
 MAX_PROMPTS = 30
 """Enough to fill device and host memory, and to push some prompts to disk."""
-SYSTEM_TURNS = 2
-"""The system prompt has as many tokens as so many turns."""
-OUTPUT_TOKENS = 16
-POLICIES = "round_robin", "latency"
 ROUTER_TIMEOUT_S = 10.0
 TIERS = "device", "host", "disk"
-TRANSFER_ROUNDS = 2
-
-
-def conversation_trace(number: int, turns: int, every_s: float, turn_tokens: int) -> Trace:
-    """Conversations with one system prompt; each turn's prompt begins with the previous turn's.
-
-    A conversation begins every `every_s` seconds, and its user thinks for that long between turns.
-    """
-    return Trace(
-        "conversations",
-        tuple(
-            Session(
-                start * every_s,
-                tuple(_turn(start * turns, n, every_s, turn_tokens) for n in range(turns)),
-            )
-            for start in range(number)
-        ),
-    )
-
-
-def _turn(first: int, number: int, think_s: float, turn_tokens: int) -> TraceRequest:
-    """first: number of the conversation's first turn among all turns."""
-    own = range(SYSTEM_TURNS + first, SYSTEM_TURNS + first + number + 1)
-    blocks = (*range(SYSTEM_TURNS), *own)
-    return TraceRequest(
-        index=first + number,
-        input_tokens=len(blocks) * turn_tokens,
-        output_tokens=OUTPUT_TOKENS,
-        blocks=blocks,
-        block_tokens=turn_tokens,
-        think_s=think_s if number else 0.0,
-    )
 
 
 class DemoPrompts:
@@ -103,8 +63,8 @@ class DemoPrompts:
 
 
 @contextmanager
-def torch_cluster(device: str, model: str | None, number: int) -> Iterator[Cluster]:
-    """`number` workers behind as many routers; their disk pools end with them."""
+def torch_cluster(device: str, model: str | None) -> Iterator[Cluster]:
+    """A worker behind a router; its disk pool ends with it."""
     with TemporaryDirectory(prefix="kvroute-disk-") as folder:
         pool_tokens = SIZES[device].pool_tokens
         settings = torch_worker(
@@ -117,9 +77,7 @@ def torch_cluster(device: str, model: str | None, number: int) -> Iterator[Clust
             log_level="warning",
         )
         router = RouterSettings(log_level="warning")
-        with Cluster(
-            num_workers=number, num_replicas=number, router=router, worker=settings
-        ) as cluster:
+        with Cluster(num_workers=1, num_replicas=1, router=router, worker=settings) as cluster:
             yield cluster
 
 
@@ -207,14 +165,6 @@ def speedup(times: dict[str, list[float]], name: str) -> float:
 @device_option
 @model_option
 @option("--rounds", 5, "Prompts of each kind.")
-@option("--conversations", 24)
-@option("--turns", 5, "Turns of each conversation.")
-@option(
-    "--every-s",
-    3.0,
-    "Seconds between the starts of conversations, and of thinking between turns.",
-    POSITIVE_SECONDS,
-)
 @option(
     "--out", Path("out"), "Folder for demo-torch.json.", click.Path(path_type=Path, file_okay=False)
 )
@@ -222,45 +172,22 @@ def main(
     device: str,
     model: str | None,
     rounds: int,
-    conversations: int,
-    turns: int,
-    every_s: float,
     out: Path,
 ) -> None:
-    """Torch workers on this machine: hits against misses, KV handed on, two policies."""
+    """A torch worker on this machine: hits from each tier against misses."""
     make_folder(out)
     console = Console()
     size = SIZES[device]
     console.print(f"one worker, model {model or size.model} with random weights, on {device}")
-    with torch_cluster(device, model, 1) as cluster:
+    with torch_cluster(device, model) as cluster:
         times = run(measure_tiers(cluster.balancer_url, rounds, size))
     console.print(tiers_table(times, size))
-
-    console.print("two workers, of which one computes, and the other goes on from its KV")
-    tokens = size.prompt_tokens
-    settings = bench_transfer.settings_of(device, model, tokens)
-    transfers = run(bench_transfer.measure_with(settings, tokens, TRANSFER_ROUNDS))
-    bench_transfer.show(transfers, console)
-
-    trace = conversation_trace(conversations, turns, every_s, size.turn_tokens)
-    console.print(f"{conversations} conversations of {turns} turns, two workers")
-    runs = []
-    for policy in POLICIES:
-        with (
-            torch_cluster(device, model, 2) as cluster,
-            progress_display(console, trace.num_requests) as on_progress,
-        ):
-            playing = replay_policy(trace, cluster.balancer_url, policy, on_progress=on_progress)
-            runs.append(run(playing))
-    console.print(report.table(runs))
     file = out / "demo-torch.json"
     tiers = {name: {"ttft_s": s, "times_faster": speedup(times, name)} for name, s in times.items()}
     results = {
         "model": model or size.model,
         "bound": bound(size),
         "tiers": tiers,
-        "transfers": transfers,
-        "routing": report.as_json(runs),
     }
     save(results, file)
     console.print(f"Also in {file}")

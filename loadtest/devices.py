@@ -17,23 +17,21 @@ BLOCK_SIZE = 16
 @dataclass(frozen=True, slots=True)
 class Size:
     """model: with random weights. chunk_tokens: named, so that workers agree on it. prompt_tokens,
-    shared_tokens: of prompts, and of what two of them have in common. turn_tokens: of one turn of a
-    conversation: the last answer and the next question. pool_tokens: of the device
+    shared_tokens: of prompts, and of what two of them have in common. pool_tokens: of the device
     and the host tier; the disk has disk_pools times as many."""
 
     model: str
     chunk_tokens: int
     prompt_tokens: int
     shared_tokens: int
-    turn_tokens: int
     pool_tokens: int
     disk_pools: int
     threads: int | None
 
 
 SIZES = {
-    "cpu": Size("40m", 128, 2_048, 1_792, 256, 8_192, 4, 1),
-    "cuda": Size("llama-3.1-8b", 1_024, 8_192, 7_168, 1_024, 32_768, 2, None),
+    "cpu": Size("40m", 128, 2_048, 1_792, 8_192, 4, 1),
+    "cuda": Size("llama-3.1-8b", 1_024, 8_192, 7_168, 32_768, 2, None),
 }
 
 device_option = option(

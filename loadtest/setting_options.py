@@ -13,7 +13,6 @@ from app.core.roles import Role
 from app.core.settings.kinds import LONGEST_S
 from app.options import COUNT, FACTOR, PROCESSES, Number
 from app.policy.cost import POLICIES
-from app.policy.transfer import OWN_TRANSFER
 from app.simulation.profiles import PROFILES, Link
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest.command import option
@@ -89,18 +88,6 @@ _OPTIONS = (
         ROLES,
     ),
     option("--link-gbit", None, "Gbit/s at which KV leaves a worker. Default: none does.", FACTOR),
-    option(
-        "--kv-transfer",
-        OWN_TRANSFER,
-        f"How it does: by {OWN_TRANSFER}, prefixes are fetched, too; by others, whole prompts.",
-        None,
-    ),
-    option(
-        "--split-above",
-        None,
-        "A yardstick: split if the worker lacks at least so many tokens, whatever it costs.",
-        COUNT,
-    ),
     option("--block-size", 256, "Tokens per KV block."),
     option("--replicas", 1, "Number of router replicas.", PROCESSES),
     option(
@@ -110,11 +97,6 @@ _OPTIONS = (
         click.Choice([str(sharing) for sharing in Sharing]),
     ),
     option("--sync-ms", 5.0, "Delay of `late` sharing.", MILLISECONDS),
-    option("--trip-ms", 0.5, "Time from lookup to reservation.", MILLISECONDS),
-    option(
-        "--event-delay-ms", 0.0, "Time from a change in a cache until routers see it.", MILLISECONDS
-    ),
-    option("--metrics-ms", 100.0, "Interval between metrics.", Number(1, 1000 * LONGEST_S)),
     click.option(
         "--priorities",
         is_flag=True,
@@ -142,9 +124,6 @@ def setting_of(
     sharing: str,
     host_tokens: int,
     sync_ms: float,
-    trip_ms: float,
-    event_delay_ms: float,
-    metrics_ms: float,
     roles: tuple[Role, ...] | None,
     link_gbit: float | None,
     num_workers: int,
@@ -153,8 +132,8 @@ def setting_of(
     **same: Any,
 ) -> Setting:
     """Raises UsageError for roles without a link."""
-    if link_gbit is None and (roles or same["split_above"] is not None):
-        raise click.UsageError("--roles and --split-above need --link-gbit, by which KV travels")
+    if link_gbit is None and roles:
+        raise click.UsageError("--roles needs --link-gbit, by which KV travels")
     return Setting(
         num_workers=len(roles) if roles else num_workers,
         profiles=tuple(replace(PROFILES[name], keeps_room=keep_room) for name in profiles),
@@ -163,8 +142,5 @@ def setting_of(
         sharing=Sharing(sharing),
         host_pool_tokens=host_tokens,
         sync_s=sync_ms / 1000,
-        trip_s=trip_ms / 1000,
-        event_delay_s=event_delay_ms / 1000,
-        metrics_interval_s=metrics_ms / 1000,
         **same,
     )

@@ -8,8 +8,7 @@ bursts. `reasoning`: a quarter of the answers is very long. `sub-agents`: eight 
 that is new. `crowd`: hundreds within seconds on one, beside chats. `short`: short prompts, for a
 small model.
 
-Sessions of half an hour. `shared`: chats with one system prompt. `quiet`: few and long ones.
-`mixed`: agents with quick turns beside long documents.
+Sessions of half an hour. `mixed`: agents with quick turns beside long documents.
 """
 
 from __future__ import annotations
@@ -174,8 +173,6 @@ def _around(rng: np.random.Generator, median: float, sigma: float) -> int:
 
 
 SESSIONS = {
-    "shared": (Sessions(1, 900, 8, 4, 1500, 400, 300, 20),),
-    "quiet": (Sessions(2, 60, 8, 8, 6000, 3000, 128, 25),),
     "mixed": (
         Sessions(3, 300, 16, 10, 4000, 1200, 150, 4),
         Sessions(4, 300, 2, 2, 24_000, 600, 500, 30, first_block=APART),

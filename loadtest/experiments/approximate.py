@@ -65,7 +65,6 @@ def play(
     is_exact: bool,
     number: int,
     speedup: float,
-    keeps_s: float,
     _: int,
 ) -> Mapping[str, Any]:
     def cluster(num_workers: int, **more: Any) -> Cluster:
@@ -73,9 +72,7 @@ def play(
             num_workers=num_workers,
             num_replicas=1,
             haproxy=False,
-            router=RouterSettings(
-                log_level="error", redis_timeout_ms=5000, prediction_ttl_s=keeps_s
-            ),
+            router=RouterSettings(log_level="error", redis_timeout_ms=5000),
             worker=WorkerSettings(speedup=speedup, block_size=BLOCK_SIZE, log_level="warning"),
             **more,
         )
@@ -118,12 +115,6 @@ main = experiment(
     option("--requests", 1800),
     option("--at-once", (1, 32), "So many requests at once.", several=True),
     option("--speedup", 100.0, "Of the engines' clock.", FACTOR),
-    option(
-        "--prediction-ttl-s keeps_s",
-        120.0,
-        "As the routers'; in seconds of the wall clock.",
-        FACTOR,
-    ),
     labels="at once | engines are",
     one_by_one=True,
 )

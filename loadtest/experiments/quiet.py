@@ -20,7 +20,6 @@ from typing import Any
 import click
 import numpy as np
 
-from app.options import PROCESSES
 from app.policy.cost import POLICIES
 from app.simulation.flights import SimAnswer
 from app.simulation.profiles import PROFILES
@@ -152,8 +151,8 @@ def _computed(outcomes: Iterable[Outcome]) -> int:
     return sum(outcome.prompt_tokens - outcome.cached_tokens for outcome in outcomes)
 
 
-def rows(policies: Sequence[str], no_idle_times: bool, **fleet: Any) -> Rows:
-    setting = Setting(profiles=(PROFILES["70b-4xh100"],), idle_reported=not no_idle_times, **fleet)
+def rows(policies: Sequence[str]) -> Rows:
+    setting = Setting(profiles=(PROFILES["70b-4xh100"],), block_size=64)
     return {
         "": {f"{t.name} | `{p}`": partial(play, t, p, setting) for t in TRAFFIC for p in policies}
     }
@@ -173,14 +172,6 @@ main = experiment(
         "Policy to play.",
         click.Choice(list(POLICIES)),
         several=True,
-    ),
-    option("--workers num_workers", 8, "At the start."),
-    option("--replicas", 1, "Router replicas.", PROCESSES),
-    option("--block-size", 64, "Tokens per KV block."),
-    click.option(
-        "--no-idle-times",
-        is_flag=True,
-        help="Workers report no idle times of evicted blocks, as vLLM without --kv-cache-metrics.",
     ),
     labels="shared | a turn | conversations | pauses | policy",
 )

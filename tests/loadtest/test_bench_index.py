@@ -8,9 +8,7 @@ from redis.asyncio import Redis
 from app.core.types import Incarnation, Tier, TierOverlap
 from app.state import index
 from loadtest.bench_index import (
-    AT_ONCE,
     CHAIN,
-    IN_A_ROW,
     KINDS,
     LENGTHS,
     SYSTEM_PROMPT,
@@ -48,9 +46,7 @@ def test_a_lookup_that_finds_other_than_is_held_ends_the_benchmark():
 
 @pytest.mark.slow
 async def test_a_small_index_is_measured_and_leaves_no_keys(own_redis_server):
-    found = await measure(
-        own_redis_server.url, blocks=30_000, index_blocks=30_000, workers=4, queries=4, repeats=1
-    )
+    found = await measure(own_redis_server.url, blocks=30_000, workers=4, queries=4, repeats=1)
     assert re.fullmatch(r"(Redis|Valkey) \d+\.\d+\.\d+", found["server"])
     assert found["unique_blocks"] == 4 * (8192 - 64) + 64
     assert 20 < found["bytes_per_block"] < 100
@@ -60,17 +56,11 @@ async def test_a_small_index_is_measured_and_leaves_no_keys(own_redis_server):
             assert list(of_kind) == [str(length) for length in LENGTHS]
             assert all(cost > 0 for cost in of_kind.values())
     assert all(us > 0 for us in found["change_us_per_block"].values())
-    # Two characters; Valkey takes no more, and its own bookkeeping varies by 100 bytes in 32,000.
-    assert all(1.9 < size < 6 for size in found["bytes_per_further_owner"].values())
-    assert list(found["bytes_per_further_owner"]) == ["2", "3", "4"]
-    assert found["ping_cpu_us"] > 0
     assert found["peer_us"]["2048"] > found["peer_us"]["512"] > 0
     # The router knows where the system prompt ends, but nothing about what follows it.
     trips = found["round_trips"]
     assert trips["one owner"] == dict.fromkeys(map(str, LENGTHS), 1)
     assert trips["mixed"]["512"] == trips["mixed, first"]["512"] == 1
     assert 1 < trips["mixed"]["8192"] < 2 == trips["mixed, first"]["8192"]
-    assert 1 < trips[IN_A_ROW]["8192"] < trips["mixed"]["8192"]
-    assert trips[AT_ONCE]["512"] < 1
     async with Redis.from_url(own_redis_server.url) as redis:
         assert await redis.dbsize() == 0

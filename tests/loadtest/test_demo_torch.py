@@ -27,21 +27,15 @@ async def test_the_last_prompt_tried_counts_too(monkeypatch):
 
 
 @pytest.mark.slow
-def test_hits_from_every_tier_are_measured_and_both_policies_played(tmp_path):
+def test_hits_from_every_tier_are_measured(tmp_path):
     require_redis(default_kind())
     model = tmp_path / "model"
     reference(vocab_size=VOCABULARY, max_position_embeddings=4096).save_pretrained(model)
-    options = ["--rounds=1", "--conversations=2", "--turns=2", "--every-s=0.2"]
-    result = CliRunner().invoke(
-        demo_torch.main, [f"--model={model}", f"--out={tmp_path}", *options]
-    )
+    options = [f"--model={model}", f"--out={tmp_path}", "--rounds=1"]
+    result = CliRunner().invoke(demo_torch.main, options)
     assert result.exit_code == 0, result.output
     found = orjson.loads((tmp_path / "demo-torch.json").read_bytes())
     samples = {tier: len(measured["ttft_s"]) for tier, measured in found["tiers"].items()}
     # Prompts that share nothing fill the device, then host memory, before any is on disk.
     assert samples.pop("cold") >= 8
     assert samples == {"device": 1, "host": 1, "disk": 1}
-    fetched = {form: taken["fetched_tokens"] for form, taken in found["transfers"].items()}
-    assert fetched == {"alone": 0, "split": 1920, "fetch": 1536}
-    played = found["routing"]["policies"]
-    assert {name: run["failed"] for name, run in played.items()} == {"round_robin": 0, "latency": 0}

@@ -67,7 +67,6 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("autoscale", "--policy static:1.5"),
         ("autoscale", "--policy static"),
         ("autoscale", "--policy fastest"),
-        ("autoscale", "--startup-s inf"),
         ("bench_failover", "--runs 0"),
         ("bench_index", "--blocks 0"),
         ("bench_index", "--queries 0"),
@@ -82,10 +81,9 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("bench_tiers", "--rounds 0"),
         ("simulate", "--load inf"),
         ("simulate", "--load nan"),
-        ("simulate", "--metrics-ms 0"),
         ("simulate", "--policy blocks:-5"),
         ("simulate", "--policy blocks:nan"),
-        ("simulate", "--trip-ms inf"),
+        ("simulate", "--sync-ms inf"),
     ],
 )
 def test_an_unusable_number_is_refused(module, arguments):

@@ -84,7 +84,7 @@ def test_a_trace_that_cannot_be_played_is_an_error_before_anything_is_played(
 
 def test_roles_and_a_link_split_requests(demo):
     args = ["--requests", "60", "--policy", "latency", "--load", "1", "--jobs", "1"]
-    args += ["--roles", "1p2d", "--link-gbit", "100", "--split-above", "2048"]
+    args += ["--roles", "1p2d", "--link-gbit", "100"]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "3 workers" in result.output
@@ -100,8 +100,7 @@ def test_roles_and_a_link_split_requests(demo):
     [
         (["--roles", "2p"], "'2p' has no worker that decodes"),
         (["--roles", "2x6d"], "'2x6d' is not like 2p6d"),
-        (["--roles", "8b"], "need --link-gbit"),
-        (["--split-above", "2048"], "need --link-gbit"),
+        (["--roles", "8b"], "needs --link-gbit"),
     ],
 )
 def test_bad_roles_are_named(args, message):

@@ -51,7 +51,7 @@ def test_sessions_share_their_system_prompt_and_nothing_else():
     assert shared <= {0, 2, 16}
 
 
-@pytest.mark.parametrize("name", ["crowd", "quiet"])
+@pytest.mark.parametrize("name", ["crowd", "mixed"])
 def test_the_command_prints_the_same_trace_each_time(name):
     printed = CliRunner().invoke(main, [name], catch_exceptions=False).output
     assert printed.encode() == b"".join(line + b"\n" for line in lines(name))
