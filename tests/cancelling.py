@@ -3,14 +3,14 @@
 import asyncio
 import random
 
-TIMES = 200
+TIMES = 80
 STEPS = 5_000
 """Of the loop, at most, before a task is cancelled. Of few there are as many as of many."""
 PATIENCE_S = 60.0
 
 
 async def cancel_often(run):
-    """Start `run` and cancel it, 200 times. Raises AssertionError if it runs on.
+    """Start `run` and cancel it, TIMES times. Raises AssertionError if it runs on.
 
     `run` should have something to do in each step of the loop: a task that sleeps ends always.
     """

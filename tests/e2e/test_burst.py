@@ -86,7 +86,7 @@ def burst(seed):
     return requests[0].chain[:PREFIX_BLOCKS], requests
 
 
-@pytest.mark.parametrize("count", [2, 8, 16])
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.slow)])
 async def test_replicas_that_look_at_the_same_moment_do_not_overload_the_owner(
     count, one_redis_server, redis
 ):

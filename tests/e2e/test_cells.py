@@ -79,12 +79,11 @@ def in_form(form, said):
     return {name: [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in said]}
 
 
-@pytest.mark.parametrize("system", [True, False])
 @pytest.mark.parametrize("form", ["messages", "messages of parts", "input", "input of parts"])
 async def test_the_turns_of_a_conversation_share_a_cell_and_conversations_share_cells(
-    client, cells, form, system
+    client, cells, form
 ):
-    await check_cells(client, cells, form, system=system)
+    await check_cells(client, cells, form, system=True)
 
 
 async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(client, cells):
@@ -94,7 +93,7 @@ async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(client, cells
 async def check_cells(client, cells, form, *, system):
     """All turns of a conversation go to one cell, and each cell has some conversations."""
     chosen = Counter()
-    for number in range(24):
+    for number in range(12):
         turns = [
             {"model": "m"} | in_form(form, chat(number, turn, system=system)) | {"n": turn}
             for turn in range(3)
@@ -185,6 +184,7 @@ async def decisions_of(cluster):
     return sum(map(float, counted))
 
 
+@pytest.mark.slow
 async def test_two_real_cells_keep_conversations_apart_and_stand_in_for_each_other(tmp_path):
     require_binary("haproxy")
     with (

@@ -22,6 +22,8 @@ from app.core.keys import DATA_VERSION
 from app.local.redis_server import LOOPBACK, free_port, system_binary
 from tests.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/upgrading.md").read_text()
 LAST_RELEASE = "688a358e"

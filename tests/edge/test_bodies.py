@@ -50,7 +50,7 @@ def outcome(read):
 
 @pytest.mark.parametrize("model", [RouteBody, FindBestWorker])
 @given(raw=bodies)
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_every_body_is_read_as_pydantic_reads_it(model, raw):
     assert outcome(lambda: parse(model, raw)) == outcome(
         lambda: (model.model_validate_json(raw), None)

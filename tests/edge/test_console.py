@@ -424,13 +424,13 @@ async def test_while_redis_is_away_the_last_answer_is_given_and_said_to_be_old(
         assert told["events"][0]["level"] == "bad"
 
 
-async def test_with_a_thousand_workers_an_answer_stays_small(client, redis):
+async def test_with_hundreds_of_workers_an_answer_stays_small(client, redis):
     fleet = FakeWorkers(redis)
-    for at in range(0, 1000, 10):  # fewer than there are connections
+    for at in range(0, 300, 10):  # fewer than there are connections
         names = [f"worker-{number:04}" for number in range(at, at + 10)]
         await asyncio.gather(*(fleet.register(name, models=("llama",)) for name in names))
-    size = 200_000
-    await eventually(lambda: answer(client, "workers"), lambda t: len(t["rows"]) == 1000)
+    size = 60_000
+    await eventually(lambda: answer(client, "workers"), lambda t: len(t["rows"]) == 300)
     for question in ("overview", "workers", "decisions", "events", "waiting"):
         assert len((await client.get(f"{API}/{question}")).content) < size, question
 

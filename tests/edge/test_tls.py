@@ -53,7 +53,7 @@ def router(redis_url, cert, key):
         process.end()
 
 
-async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
+async def test_a_new_certificate_breaks_off_no_stream_and_plain_http_is_not_spoken_beside_tls(
     one_redis_server, tmp_path
 ):
     old, new = Authority(), Authority()
@@ -78,15 +78,11 @@ async def test_a_new_certificate_is_shown_from_then_on_and_breaks_off_no_stream(
 
                     await eventually(lambda: is_trusted(new), bool)
                     assert not await is_trusted(old)
+                    async with httpx.AsyncClient() as plain:
+                        with pytest.raises(httpx.HTTPError):
+                            await plain.get(process.url.replace("https", "http") + "/health")
                     text += "".join([piece async for piece in pieces])
             assert text.endswith("data: [DONE]\n\n")
-
-
-async def test_plain_http_is_not_spoken_beside_tls(one_redis_server, tmp_path):
-    with router(one_redis_server.url, *Authority().issue(tmp_path)) as process:
-        async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.HTTPError):
-                await client.get(process.url.replace("https", "http") + "/health")
 
 
 def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):

@@ -46,27 +46,6 @@ async def ask(client, path, *, stream=True):
     return (await client.post(path, json=body)).raise_for_status().text
 
 
-async def test_the_clients_of_each_api_read_its_answers(engine):
-    import anthropic  # here, as they take half a second each
-    import openai
-
-    said = [{"role": "user", "content": "hello"}]
-    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="any") as client:
-        streamed = {"model": "m", "messages": said, "stream": True}
-        chat = await client.chat.completions.create(**streamed)
-        assert "".join([one.choices[0].delta.content or "" async for one in chat]) == "tok " * 8
-        whole = await client.responses.create(model="m", input="hello", max_output_tokens=2)
-        assert whole.output_text == "tok tok "
-        async with client.responses.stream(model="m", input="hello") as stream:
-            assert [event.type async for event in stream][-1] == "response.completed"
-    asked = {"model": "m", "messages": said, "max_tokens": 3}
-    async with (
-        anthropic.AsyncAnthropic(base_url=engine.url, api_key="any") as other,
-        other.messages.stream(**asked) as message,
-    ):
-        assert await message.get_final_text() == "tok tok tok "
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_its_streams_fail_as_told(engine, client, path):
     well = await ask(client, path)

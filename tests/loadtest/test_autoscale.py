@@ -45,6 +45,7 @@ def test_two_runs_give_the_same_figures(tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_curve_gives_every_choice_of_victims_the_same_sizes(tmp_path):
     out = tmp_path / "out.json"
     options = ("--hours", "0.1", "--jobs", "1", "--load", "0.3", "--json", str(out))

@@ -25,6 +25,7 @@ class _GoneSource:
         return bench_transfer.TransferAnswer(0.0, [], 0, BlockSource("127.0.0.1", 1, "gone", 256))
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_was_computed_instead_of_fetched_ends_the_benchmark():
     source = _GoneSource()
     async with running(SETTINGS) as engine:

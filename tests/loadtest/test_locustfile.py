@@ -77,7 +77,8 @@ async def test_locust_releases_what_it_holds_when_it_is_stopped_in_mid_answer(cl
     assert routed == len(set(released)) > 0
 
 
-@pytest.mark.parametrize("user", [pytest.param("Routed", marks=pytest.mark.slow), "Chat"])
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["Routed", "Chat"])
 async def test_a_real_cluster_has_nothing_reserved_after_locust_was_stopped(one_redis_server, user):
     url = one_redis_server.url
     with worker(url, "a"):

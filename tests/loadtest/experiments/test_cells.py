@@ -54,7 +54,7 @@ def test_by_a_bound_of_one_the_cell_with_the_fewest_requests_is_chosen():
 
 
 def test_one_cell_is_the_fleet_itself_and_two_know_nothing_of_each_other():
-    trace = read_trace(DEMO_TRACE).cut(requests=150)
+    trace = read_trace(DEMO_TRACE).cut(requests=60)
     setting = Setting(num_workers=4)
     alone = Simulation("latency", setting).run(trace)
     assert CellSimulation("latency", setting, TracePrompts(256), 1, Door()).run(trace) == alone

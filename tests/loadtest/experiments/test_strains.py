@@ -7,7 +7,7 @@ def test_there_is_a_row_for_all_traffic():
 
 
 def test_a_row_may_be_of_some_requests_alone():
-    trace = made_trace("jobs").cut(39.0, 6.0)
+    trace = made_trace("jobs").cut(39.9, 1.0)
 
     def waits(only):
         return play(Row("few", "jobs", priorities=True, only=only), trace, "latency", 0)
