@@ -15,7 +15,6 @@ from workers.kv.transfer.tcp import (
     MAX_BLOCKS,
     MAX_FRAME_BYTES,
     VERSION,
-    BlocksRequest,
     wanted_frame,
 )
 
@@ -156,7 +155,7 @@ def _framed(body, length=None):
 
 
 def _asking(transfer_id, key, blocks=1):
-    return wanted_frame(BlocksRequest(transfer_id, [bytes(IDENTITY_BYTES)] * blocks, KIND), key)
+    return wanted_frame(transfer_id, [bytes(IDENTITY_BYTES)] * blocks, KIND, key)
 
 
 def _with(**fields):

@@ -75,7 +75,7 @@ async def pair(shape=WIDE, *, device="cpu", lease_s=LEASE_S, tp_sizes=(1, 1), ke
     kept = LeasedBlocks(manager.release)
     with listen("127.0.0.1", 0) as listening:
         link = KvPort(listening, "127.0.0.1", KIND, key)
-        server = TransferServer(kept, link, BlockSender(LayerGroups(source)).offer)
+        server = TransferServer(kept, link, BlockSender(LayerGroups(source)).send)
         running = asyncio.ensure_future(server.run())
         yield Pair(manager, source, target, kept, kept.keep(table, lease_s), table.block_ids, link)
         running.cancel()

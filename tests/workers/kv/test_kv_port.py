@@ -15,7 +15,7 @@ from tests.workers.kv.pairs import KIND, WORD, answer_of, pair
 from tests.workers.kv.words import block, chain
 from workers.kv.identity import IDENTITY_BYTES
 from workers.kv.transfer import server
-from workers.kv.transfer.tcp import MAX_BLOCKS, VERSION, BlocksRequest, proof_of, wanted_frame
+from workers.kv.transfer.tcp import MAX_BLOCKS, VERSION, proof_of, wanted_frame
 
 LONG_S = 600.0
 """So that no deadline but the one that is tested ends anything."""
@@ -56,9 +56,7 @@ async def test_only_who_has_the_key_gets_blocks():
 async def test_who_is_refused_hears_why_however_much_it_has_sent():
     async with pair(key=KEY) as workers:
         for num_blocks in (1, 1000, 100_000):
-            asked = wanted_frame(
-                BlocksRequest(workers.transfer_id, [block("A")] * num_blocks, KIND), "outer"
-            )
+            asked = wanted_frame(workers.transfer_id, [block("A")] * num_blocks, KIND, "outer")
             assert b"proof" in await answer_of(
                 workers.port, asked[4:], len(asked) - 4 - IDENTITY_BYTES * num_blocks
             )
@@ -67,7 +65,7 @@ async def test_who_is_refused_hears_why_however_much_it_has_sent():
 
 async def test_without_the_key_nobody_declines_for_others():
     async with pair(key=KEY) as workers:
-        nothing = wanted_frame(BlocksRequest(workers.transfer_id, (), {}), "")
+        nothing = wanted_frame(workers.transfer_id, (), {}, "")
         await answer_of(workers.port, nothing[4:])
         assert len(workers.kept.tables) == 1
 
@@ -91,7 +89,7 @@ async def test_a_target_with_a_key_fetches_from_a_source_that_needs_none():
 
 
 @pytest.mark.parametrize(
-    "begun", [b"", b"\x10\0", b"\x10\0\0\0{", wanted_frame(BlocksRequest("x", (), {}), "")[:-1]]
+    "begun", [b"", b"\x10\0", b"\x10\0\0\0{", wanted_frame("x", (), {}, "")[:-1]]
 )
 async def test_connections_that_never_ask_keep_nobody_out(begun):
     async with pair() as workers, AsyncExitStack() as stack:
@@ -127,7 +125,7 @@ async def test_a_peer_with_many_connections_takes_none_from_another():
         for _ in range(2 * server.MAX_ASKING):
             await stack.enter_async_context(connected(workers.port))
         await answered(workers, "crowded", server.MAX_ASKING + 1)
-        first.write(wanted_frame(BlocksRequest(workers.transfer_id, (), {}), ""))
+        first.write(wanted_frame(workers.transfer_id, (), {}, ""))
         await answered(workers, "declined")
 
 
@@ -146,16 +144,14 @@ async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch):
 async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept():
     async with pair() as workers, connected(workers.port) as writer:
         # None of the blocks follow: an answer comes without them.
-        writer.write(
-            wanted_frame(BlocksRequest("another", [block("A")] * MAX_BLOCKS, KIND), "")[:200]
-        )
+        writer.write(wanted_frame("another", [block("A")] * MAX_BLOCKS, KIND, "")[:200])
         await answered(workers, "refused")
 
 
 async def test_a_block_that_is_asked_for_twice_travels_once():
     async with pair() as workers, connected(workers.port) as writer:
         blocks = [*chain(WORD)[:2], chain(WORD)[1], *chain(WORD)[2:]]
-        writer.write(wanted_frame(BlocksRequest(workers.transfer_id, blocks, KIND), ""))
+        writer.write(wanted_frame(workers.transfer_id, blocks, KIND, ""))
         await answered(workers, "sent")
 
 

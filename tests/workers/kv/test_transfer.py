@@ -102,7 +102,7 @@ async def _altered(workers, alter):
 
 def header_bytes(num_blocks):
     """Before the first group: the frame that offers so many blocks."""
-    return len(tcp.offered_frame(tcp.BlocksOffer(num_blocks)))
+    return len(tcp.offered_frame(num_blocks))
 
 
 async def test_a_flipped_byte_loses_its_block_and_those_after_it():
@@ -148,7 +148,7 @@ async def test_a_fetch_that_is_cancelled_waits_for_no_source(monkeypatch):
         fetching = asyncio.create_task(receiver.fetch(source, chain(WORD), SLOTS, arrival))
         there, _ = await asyncio.to_thread(listening.accept)
         with there:
-            there.sendall(tcp.offered_frame(tcp.BlocksOffer(5)))
+            there.sendall(tcp.offered_frame(5))
             await eventually(arrived_frame(receiver), bool)
             fetching.cancel()
             async with asyncio.timeout(30):

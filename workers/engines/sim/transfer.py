@@ -18,14 +18,11 @@ from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import (
     STALL_S,
     WHOLE_S,
-    BlocksOffer,
     BlockSource,
-    BlocksRequest,
     TransferError,
     connected,
     decline,
     log_failure,
-    offered_frame,
     read_offered,
     receive,
     send,
@@ -38,11 +35,10 @@ BEAT_S = STALL_S / 4
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """name: by which the engine holds them. slots: the blocks, as a pool that is simulated needs
-    no other name for a slot."""
+    """Blocks that the engine holds by a name."""
 
     name: str
-    slots: Sequence[SequenceHash]
+    chain: list[BlockIdentity]
 
 
 class SimTransfer:
@@ -53,7 +49,7 @@ class SimTransfer:
         self._link = link
         self._sending = sending
         self._kept: LeasedBlocks[_Held] = LeasedBlocks(lambda held: engine.let_go(held.name))
-        self._server = TransferServer(self._kept, link, self._offer)
+        self._server = TransferServer(self._kept, link, self._send)
 
     @property
     def answered(self) -> Mapping[str, int]:
@@ -75,7 +71,8 @@ class SimTransfer:
         if not num_held:
             self._engine.let_go(name)
             return None
-        transfer_id = self._kept.keep(_Held(name, chain[:num_held]), lease_s)
+        held = _Held(name, [*map(_identity, chain[:num_held])])
+        transfer_id = self._kept.keep(held, lease_s)
         num_tokens = num_held * self._engine.block_size
         return BlockSource(self._link.host, self._link.port, transfer_id, num_tokens)
 
@@ -91,34 +88,22 @@ class SimTransfer:
     async def _fetched(self, source: BlockSource, blocks: Sequence[SequenceHash]) -> int:
         """Raises TransferError, OSError and TimeoutError."""
         with closing(await connected(source)) as sock:
-            wanted = BlocksRequest(source.transfer_id, [*map(_identity, blocks)], self._link.kind)
-            await send(sock, wanted_frame(wanted, self._link.key))
-            offered = await read_offered(sock, len(blocks))
+            wanted = [*map(_identity, blocks)]
+            frame = wanted_frame(source.transfer_id, wanted, self._link.kind, self._link.key)
+            await send(sock, frame)
+            num_offered = await read_offered(sock, len(blocks))
             state = bytearray(UNDERWAY)
             while state != ARRIVED:
                 await receive(sock, memoryview(state))
-        return offered.num_blocks
+        return num_offered
 
     async def decline(self, source: BlockSource) -> None:
         """Tell it that nothing of what it keeps is needed."""
         await decline(source, self._link.key)
 
-    async def _offer(
-        self, sock: socket.socket, held: _Held, wanted: Sequence[BlockIdentity]
-    ) -> None:
-        """See TransferServer."""
-        kept = set(map(_identity, held.slots))
-        num_blocks = 0
-        for block in wanted:
-            if block not in kept:
-                break
-            kept.remove(block)  # each once, however often it is asked for
-            num_blocks += 1
-        if not num_blocks:
-            raise TransferError(f"blocks: none of the {len(wanted)} is among the {len(kept)} kept")
-        await send(sock, offered_frame(BlocksOffer(num_blocks)))
+    async def _send(self, sock: socket.socket, _: _Held, blocks: Sequence[BlockIdentity]) -> None:
         clock = asyncio.get_running_loop().time
-        arrives_s = self._sending.send(num_blocks * self._engine.block_size, clock())
+        arrives_s = self._sending.send(len(blocks) * self._engine.block_size, clock())
         while (left_s := arrives_s - clock()) > 0:
             await send(sock, UNDERWAY)
             await asyncio.sleep(min(left_s, BEAT_S))

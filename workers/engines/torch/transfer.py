@@ -45,7 +45,7 @@ class BlockTransfer:
         self._block_size = pools[0].shape.block_size
         self._on_room = on_room
         self._kept = LeasedBlocks(self._let_go)
-        self._server = TransferServer(self._kept, link, BlockSender(groups).offer)
+        self._server = TransferServer(self._kept, link, BlockSender(groups).send)
         self._receiver = BlockReceiver(groups, link.kind, link.key)
         self._tasks: asyncio.TaskGroup | None = None
 

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from app.core.settings.worker import WorkerSettings
 from app.core.types import new_id
+from workers.kv.identity import BlockIdentity
 from workers.kv.transfer.tcp import TransferError
 
 
@@ -45,8 +46,14 @@ def open_kv_port(settings: WorkerSettings, kind: Mapping[str, str], stack: ExitS
     return KvPort(listening, host, kind, settings.worker_key)
 
 
-K = TypeVar("K")
-"""Blocks that an engine holds."""
+class HeldBlocks(Protocol):
+    """Blocks that an engine holds."""
+
+    @property
+    def chain(self) -> list[BlockIdentity]: ...
+
+
+K = TypeVar("K", bound=HeldBlocks)
 
 
 @dataclass(slots=True)

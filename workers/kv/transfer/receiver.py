@@ -23,7 +23,6 @@ from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
 from workers.kv.transfer.tcp import (
     WHOLE_S,
     BlockSource,
-    BlocksRequest,
     TransferError,
     connected,
     in_thread,
@@ -41,8 +40,10 @@ MAX_FETCHING = 32
 
 
 class BlockReceiver:
-    """Fetches blocks into the pool of `groups`. kind: as BlocksRequest has it. key: as for
-    `wanted_frame`."""
+    """Fetches blocks into the pools of `groups`.
+
+    kind: what has to be equal on both sides, by name. key: that workers have in common; "": none.
+    """
 
     def __init__(self, groups: LayerGroups, kind: Mapping[str, str], key: str = "") -> None:
         self.groups = groups
@@ -66,11 +67,11 @@ class BlockReceiver:
         written: list[CopyEvent] = []
         try:
             with closing(await connected(source)) as sock:
-                wanted = BlocksRequest(source.transfer_id, blocks, self._kind)
-                await send(sock, wanted_frame(wanted, self._key))
-                offered = await read_offered(sock, len(blocks))
-                arrival.limit(offered.num_blocks)
-                ids = np.array(block_ids[: offered.num_blocks], np.int64)
+                wanted = wanted_frame(source.transfer_id, blocks, self._kind, self._key)
+                await send(sock, wanted)
+                num_offered = await read_offered(sock, len(blocks))
+                arrival.limit(num_offered)
+                ids = np.array(block_ids[:num_offered], np.int64)
                 # One comes while the other one is taken.
                 rooms = [self.groups.packed(0, len(ids)) for _ in range(2)]
                 until_s = time.monotonic() + WHOLE_S

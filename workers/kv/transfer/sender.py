@@ -1,4 +1,4 @@
-"""The source: serves the blocks that it has leased, to whoever names them."""
+"""The source's side of a transfer: sends blocks out of its own slots."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from workers.kv.identity import BlockIdentity
 from workers.kv.memory import Ids
 from workers.kv.tables import BlockTable
 from workers.kv.transfer.layer_groups import LayerGroups, checksums, content
-from workers.kv.transfer.tcp import (
-    MAX_SENDING,
-    BlocksOffer,
-    TransferError,
-    in_thread,
-    offered_frame,
-    send,
-    send_all,
-)
+from workers.kv.transfer.tcp import MAX_SENDING, in_thread, send_all
 
 
 class BlockSender:
@@ -30,15 +22,15 @@ class BlockSender:
 
     def __init__(self, groups: LayerGroups) -> None:
         self._groups = groups
-        # Of its own: whoever takes nothing holds one up.
+        # Its own threads: a target that takes nothing holds one up.
         self._threads = ThreadPoolExecutor(MAX_SENDING, thread_name_prefix="kv-sender")
 
-    async def offer(
-        self, sock: socket.socket, table: BlockTable, wanted: Sequence[BlockIdentity]
+    async def send(
+        self, sock: socket.socket, table: BlockTable, blocks: Sequence[BlockIdentity]
     ) -> None:
-        """See TransferServer."""
-        blocks, block_ids = _held(table, wanted)
-        await send(sock, offered_frame(BlocksOffer(len(blocks))))
+        """Sends blocks of the table. Raises OSError and TimeoutError."""
+        slots = dict(zip(table.chain, table.slots, strict=False))
+        block_ids = np.array([slots[block].block_id for block in blocks], np.int64)
         num_groups = self._groups.num_groups
         reading = asyncio.create_task(self._read(0, blocks, block_ids))
         try:
@@ -53,7 +45,7 @@ class BlockSender:
     async def _read(
         self, group: int, blocks: Sequence[BlockIdentity], block_ids: Ids
     ) -> tuple[memoryview, memoryview]:
-        """The checksums of a group, and its contents."""
+        """Returns the checksums of a group, and its contents."""
 
         def read() -> tuple[memoryview, memoryview]:
             packed = self._groups.read(group, block_ids)
@@ -65,22 +57,3 @@ class BlockSender:
 def _send(sock: socket.socket, parts: Sequence[memoryview]) -> None:
     for part in parts:
         send_all(sock, part)
-
-
-def _held(
-    table: BlockTable, wanted: Sequence[BlockIdentity]
-) -> tuple[Sequence[BlockIdentity], Ids]:
-    """Leading ones of the wanted blocks that the table holds, and their slots.
-
-    Raises TransferError if there is none.
-    """
-    slots = dict(zip(table.chain, table.slots, strict=False))
-    num_kept, held = len(slots), []
-    for block in wanted:
-        slot = slots.pop(block, None)  # each once, however often it is asked for
-        if slot is None:
-            break
-        held.append(slot.block_id)
-    if not held:
-        raise TransferError(f"blocks: none of the {len(wanted)} is among the {num_kept} kept")
-    return wanted[: len(held)], np.array(held, np.int64)

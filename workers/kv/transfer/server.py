@@ -14,23 +14,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from app.core.errors import Crowded, cut
 from app.core.pace import Paces
 from app.http.turns import Turns
 from workers.kv.identity import BlockIdentity
-from workers.kv.transfer.kv_lease import KvPort, LeasedBlocks
+from workers.kv.transfer.kv_lease import K, KvPort, LeasedBlocks
 from workers.kv.transfer.tcp import (
     MAX_SENDING,
     STALL_S,
     WHOLE_S,
-    BlocksOffer,
     Challenge,
     TransferError,
     offered_frame,
     read_asked,
     read_blocks,
+    send,
     send_last,
 )
 
@@ -69,21 +69,17 @@ MAX_TRANSFERS = 64
 """Under way, or waiting for their turn."""
 TURN_S = 0.75 * STALL_S
 """How long they wait: a target that hears nothing for STALL_S is gone."""
-K = TypeVar("K")
-Offer = Callable[[socket.socket, K, Sequence[BlockIdentity]], Awaitable[None]]
+SendBlocks = Callable[[socket.socket, K, Sequence[BlockIdentity]], Awaitable[None]]
+"""Sends blocks of a table that are wanted."""
 
 
 class TransferServer(Generic[K]):
-    """`run` it on the event loop of `kept`.
+    """Server of the KV port: `run` it on the event loop of `kept`."""
 
-    offer: sends what it offers of the wanted blocks, and then these; it raises TransferError if it
-    has none of them.
-    """
-
-    def __init__(self, kept: LeasedBlocks[K], link: KvPort, offer: Offer[K]) -> None:
+    def __init__(self, kept: LeasedBlocks[K], link: KvPort, send_blocks: SendBlocks[K]) -> None:
         self._kept = kept
         self._link = link
-        self._offer = offer
+        self._send_blocks = send_blocks
         self._asking: dict[asyncio.Task[None], str] = {}
         """Their addresses, the oldest first."""
         self._turns = Turns(MAX_SENDING, MAX_TRANSFERS)
@@ -152,7 +148,7 @@ class TransferServer(Generic[K]):
         except (TransferError, Crowded) as error:
             self._complaints.say(peer, "blocks are not handed on", error)
             with suppress(OSError, TimeoutError):
-                await send_last(sock, offered_frame(BlocksOffer(0, str(error))))
+                await send_last(sock, offered_frame(0, str(error)))
             return "refused"
         return "sent"
 
@@ -166,7 +162,9 @@ class TransferServer(Generic[K]):
             try:
                 async with asyncio.timeout(TURN_S) as waiting, self._turns.place(peer):
                     waiting.reschedule(None)
-                    await self._offer(sock, kept, wanted)
+                    blocks = _leading(wanted, kept.chain)
+                    await send(sock, offered_frame(len(blocks)))
+                    await self._send_blocks(sock, kept, blocks)
             except TimeoutError:
                 if waiting.expired():
                     raise TransferError(f"{MAX_SENDING} transfers are under way already") from None
@@ -181,3 +179,18 @@ class TransferServer(Generic[K]):
                 )
         if unknown := there.keys() - here.keys():
             raise TransferError(f"{min(unknown)}: not compared at the source")
+
+
+def _leading(
+    wanted: Sequence[BlockIdentity], chain: Sequence[BlockIdentity]
+) -> Sequence[BlockIdentity]:
+    """Returns the leading wanted blocks that are kept, each once. Raises TransferError: none is."""
+    kept = set(chain)
+    for number, block in enumerate(wanted):
+        if block not in kept:
+            wanted = wanted[:number]
+            break
+        kept.remove(block)  # however often it is asked for
+    if not wanted:
+        raise TransferError(f"blocks: the first one wanted is not among the {len(chain)} kept")
+    return wanted

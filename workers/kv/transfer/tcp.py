@@ -2,14 +2,14 @@
 
     target ── Challenge ──────────────► source     as a frame of JSON: u32 length, then the object
            ── blocks ─────────────►            the identity of each
-           ◄───────────── BlocksOffer ──           as a frame
+           ◄──────── number of blocks ──           as a frame, or an error
            ◄─ checksums, contents ──           once for each group of layers, first layers first
 
 A target asks once: whatever comes of it, the source lets go. A target that needs nothing asks for
 no blocks, and is not answered. Who does not prove that it has the workers' key asks in vain.
 
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
-sides know all lengths from the shape of a block and from `BlocksOffer`. Integers are little-endian.
+sides know all lengths from the shape of a block and their number. Integers are little-endian.
 
 Neither side trusts the other before it is known: a frame is short, and no object is made of what
 follows it.
@@ -73,17 +73,8 @@ class BlockSource:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRequest:
-    """Blocks that were handed on under an id. kind: what has to be equal on both sides, by name."""
-
-    transfer_id: str
-    blocks: Sequence[BlockIdentity]
-    kind: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Challenge:
-    """What a source is told before the blocks. proof: see `proof_of`."""
+    """First frame of a target. kind: what has to be equal on both sides, by name."""
 
     transfer_id: str
     num_blocks: int
@@ -91,38 +82,33 @@ class Challenge:
     proof: str
 
     def is_proven(self, key: str) -> bool:
-        """Whether who asks has the key; "": none is needed."""
+        """Whether the target has the key; "": none is needed."""
         return not key or hmac.compare_digest(proof_of(key, self.transfer_id), self.proof.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksOffer:
-    """How many leading ones of the blocks follow. error: why there are none."""
-
-    num_blocks: int
-    error: str = ""
-
-
 def proof_of(key: str, transfer_id: str) -> bytes:
-    """What only who has the key can say of an id. It is of use for that id alone, and so once: the
-    source that it is sent to may be none."""
+    """Returns a proof that the key is known, for one id and so for one use: the other side may be
+    no source."""
     return hmac.new(key.encode(), transfer_id.encode(), hashlib.sha256).hexdigest().encode()
 
 
-def wanted_frame(wanted: BlocksRequest, key: str) -> bytes:
-    """key: that workers have in common; "": none."""
+def wanted_frame(
+    transfer_id: str, blocks: Sequence[BlockIdentity], kind: Mapping[str, str], key: str
+) -> bytes:
+    """Returns a Challenge and the blocks. key: that workers have in common; "": none."""
     fields = {
         "version": VERSION,
-        "transfer_id": wanted.transfer_id,
-        "num_blocks": len(wanted.blocks),
-        "kind": wanted.kind,
-        "proof": proof_of(key, wanted.transfer_id).decode() if key else "",
+        "transfer_id": transfer_id,
+        "num_blocks": len(blocks),
+        "kind": kind,
+        "proof": proof_of(key, transfer_id).decode() if key else "",
     }
-    return _frame(fields) + b"".join(wanted.blocks)
+    return _frame(fields) + b"".join(blocks)
 
 
-def offered_frame(offered: BlocksOffer) -> bytes:
-    return _frame({"num_blocks": offered.num_blocks, "error": offered.error})
+def offered_frame(num_blocks: int, error: str = "") -> bytes:
+    """Returns how many leading blocks follow. error: why there are none."""
+    return _frame({"num_blocks": num_blocks, "error": error})
 
 
 async def read_asked(sock: socket.socket) -> Challenge:
@@ -154,13 +140,13 @@ async def read_blocks(sock: socket.socket, num_blocks: int) -> list[BlockIdentit
     return wanted
 
 
-async def read_offered(sock: socket.socket, num_wanted: int) -> BlocksOffer:
-    """Raises as `read_asked`, and TransferError if nothing is offered."""
+async def read_offered(sock: socket.socket, num_wanted: int) -> int:
+    """Returns how many leading blocks follow. Raises TransferError, OSError and TimeoutError."""
     match await _read_frame(sock):
         case {"error": str(error)} if error:
             raise TransferError(cut(error, MAX_ERROR))
         case {"num_blocks": int(num_blocks)} if 0 < num_blocks <= num_wanted:
-            return BlocksOffer(num_blocks)
+            return num_blocks
     raise TransferError(f"none of {num_wanted} blocks is offered")
 
 
@@ -191,7 +177,7 @@ async def decline(source: BlockSource, key: str) -> None:
     the blocks until its lease ends. key: see `wanted_frame`."""
     try:
         with closing(await connected(source)) as sock:
-            await send(sock, wanted_frame(BlocksRequest(source.transfer_id, (), {}), key))
+            await send(sock, wanted_frame(source.transfer_id, (), {}, key))
     except (OSError, TimeoutError) as error:
         log.debug("%s:%d keeps what nobody needs: %s", source.host, source.port, error)
 

@@ -31,7 +31,7 @@ from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.llama import SIZES, Llama
 from workers.kv import memory
 from workers.kv.transfer.kv_lease import KvPort
-from workers.kv.transfer.tcp import BlocksOffer, offered_frame
+from workers.kv.transfer.tcp import offered_frame
 
 DEVICE, HOST, DISK = Tier
 KIND = {"model": "tiny"}
@@ -84,7 +84,7 @@ async def over(alter, kept):
 
 def first_group_bytes(num_blocks=WHOLE // BLOCK_SIZE):
     """What a source sends before its second group of layers, with one layer a group."""
-    offered = offered_frame(BlocksOffer(num_blocks))
+    offered = offered_frame(num_blocks)
     return len(offered) + num_blocks * (8 + LAYER_BYTES)
 
 
@@ -253,7 +253,7 @@ async def test_what_the_target_holds_itself_does_not_travel(tmp_path):
 
     num_lacking = (WHOLE - 24) // BLOCK_SIZE
     contents = num_lacking * (8 + MODEL.config.num_layers * LAYER_BYTES)
-    assert sum(map(len, sent)) == len(offered_frame(BlocksOffer(num_lacking))) + contents
+    assert sum(map(len, sent)) == len(offered_frame(num_lacking)) + contents
     assert finished.cached_tokens == WHOLE
     assert target.spy.computed - computed == len(PROMPT) - WHOLE
     assert tokens == alone(PROMPT, 6)
