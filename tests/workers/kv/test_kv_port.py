@@ -11,10 +11,10 @@ import pytest
 from tests.attack import kv_port
 from tests.attack.kv_port import KvPort
 from tests.eventually import eventually
-from tests.workers.kv.pairs import KIND, WORD, answer_of, pair
-from tests.workers.kv.words import block, chain
+from tests.workers.kv.pairs import KIND, LEASE_S, WORD, answer_of, pair
+from tests.workers.kv.words import block, chain, computed
 from workers.kv.identity import IDENTITY_BYTES
-from workers.kv.transfer import server
+from workers.kv.transfer import server, tcp
 from workers.kv.transfer.tcp import MAX_BLOCKS, VERSION, proof_of, wanted_frame
 
 LONG_S = 600.0
@@ -129,16 +129,62 @@ async def test_a_peer_with_many_connections_takes_none_from_another():
         await answered(workers, "declined")
 
 
-async def test_who_sends_a_byte_now_and_then_is_given_up(monkeypatch):
-    monkeypatch.setattr(server, "ASKING_S", 0.2)
-    async with pair() as workers, connected(workers.port) as writer:
+async def says_nothing(*_):
+    await asyncio.Event().wait()
 
-        async def one_more():
-            writer.write(b"\1")
-            return workers.link.answered["stalled"]
 
-        writer.write((4096).to_bytes(4, "little"))
-        await eventually(one_more, lambda number: number == 1)
+async def sends_a_byte_now_and_then(writer, _):
+    writer.write((4096).to_bytes(4, "little"))
+    while True:
+        writer.write(b"\1")
+        await asyncio.sleep(0.02)
+
+
+async def sends_a_giant_length(writer, _):
+    writer.write(b"\xff" * 4 + b"x" * 10_000)
+    await asyncio.Event().wait()
+
+
+async def never_reads(writer, workers):
+    held = workers.kept.keep(computed(workers.manager, WORD), LEASE_S)
+    writer.write(wanted_frame(held, chain(WORD), KIND, ""))
+    await asyncio.Event().wait()
+
+
+async def connects_a_thousand_times(_, workers):
+    async with AsyncExitStack() as stack:
+        for _ in range(1000):
+            await stack.enter_async_context(connected(workers.port))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("abuse", "outcome", "count"),
+    [
+        (says_nothing, "stalled", 1),
+        (sends_a_byte_now_and_then, "stalled", 1),
+        (sends_a_giant_length, "refused", 1),
+        (never_reads, "stalled", 1),
+        (connects_a_thousand_times, "crowded", 1001 - server.MAX_ASKING),
+    ],
+)
+async def test_each_abuse_is_ended_and_the_worker_serves_on(abuse, outcome, count, monkeypatch):
+    if outcome == "stalled":
+        monkeypatch.setattr(server, "ASKING_S", 0.2)
+        monkeypatch.setattr(tcp, "STALL_S", 0.2)
+    async with pair() as workers:
+        sock = socket.socket()
+        # Little is on its way before somebody has to read.
+        workers.link.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", workers.port))
+        _, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        abusing = asyncio.create_task(abuse(writer, workers))
+        await answered(workers, outcome, count)
+        assert (await workers.fetch()).num_good == 5
+        abusing.cancel()
+        writer.close()
+        await asyncio.wait([abusing])
 
 
 async def test_no_blocks_are_read_of_who_names_nothing_that_is_kept():
