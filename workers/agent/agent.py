@@ -17,25 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core import registration
-from app.core.errors import (
-    IncarnationLost,
-    NamespaceMismatch,
-    RedisUnavailable,
-    WorkerReplaced,
-)
+from app.core.errors import IncarnationLost, NamespaceMismatch, RedisUnavailable, WorkerReplaced
 from app.core.events import CacheEvent
 from app.core.keys import METRICS_MAXLEN, Keyspace, metrics_interval_s
 from app.core.loads import Load
 from app.core.registration import fitting
 from app.core.trust import TOP, Rung, Trust
 from app.core.types import Incarnation, Tier
-from app.core.worker_report import (
-    NO_READINGS,
-    ForwardPassMetrics,
-    GpuReadings,
-    Speed,
-    WorkerInfo,
-)
+from app.core.worker_report import NO_READINGS, ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.http.supervisor import supervised
 from app.state import leases, models, reservations
 from app.state.connect import deadline
@@ -432,10 +421,7 @@ class Agent:
                 await self._tell_late(metrics.kv_fetched_late)
                 async with deadline(METRICS_TIMEOUT_S):
                     await self._runner.redis.xadd(
-                        self._keyspace["metrics"],
-                        entry,
-                        maxlen=METRICS_MAXLEN,
-                        approximate=True,
+                        self._keyspace["metrics"], entry, maxlen=METRICS_MAXLEN, approximate=True
                     )
             except RedisUnavailable as error:
                 log.debug("%s: metrics not published: %s", self.info.key, error)

@@ -10,111 +10,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from app.core.chains import GROUP_BLOCKS, shard_of
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.overlaps import EVERY_BLOCK, Back, ReuseRule
 from app.core.types import SequenceHash, Tier
 from app.state.index import Change, IndexClaims
+from workers.agent.node import Node, ShownBlock
 
 PIECE_BITS = 4
 """Bits of a leader by which blocks of one depth are cut into pieces."""
-
-
-class _Node:
-    """A block that is held, or a hole: the missing ancestor of a held block.
-
-    One object per block: with millions of them, whatever the garbage collector has to traverse is
-    time in which nothing is published.
-    """
-
-    __slots__ = (
-        "back",
-        "children",
-        "depth",
-        "held",
-        "leader",
-        "linked",
-        "parent",
-        "published",
-        "published_back",
-        "root",
-        "since_end",
-        "wanted",
-    )
-
-    def __init__(self) -> None:
-        self.parent: SequenceHash | None = None
-        self.linked = False
-        """Whether the parent is known: only once the block has been stored."""
-        self.children: SequenceHash | set[SequenceHash] | None = None
-        """Most nodes have one child, which is stored here without a set."""
-        self.held = 0
-        """Bit 1 << tier for each tier that holds the block."""
-        self.wanted: Tier | None = None
-        """Tier that Redis should show the block in."""
-        self.published: Tier | None = None
-        """Tier that Redis shows the block in, once it has all that was drained."""
-        self.depth = 0
-        """Blocks before this one in its chain; valid whenever it is wanted or published."""
-        self.root: SequenceHash | None = None
-        self.leader: SequenceHash | None = None
-        """First blocks of its chain (root) and of its group (leader); valid whenever depth is."""
-        self.since_end = 0
-        """Blocks after the last one of its chain after which the engine can go on; valid whenever
-        it is wanted and not all are such."""
-        self.back: Back = 0
-        self.published_back: Back = 0
-        """Ways back that Redis should say (back), and says, if a prompt leaves its chain here."""
-
-    def each_child(self) -> Iterable[SequenceHash]:
-        children = self.children
-        if children is None:
-            return ()
-        return children if isinstance(children, set) else (children,)
-
-    def adopt(self, child: SequenceHash) -> None:
-        if self.children is None:
-            self.children = child
-        elif isinstance(self.children, set):
-            self.children.add(child)
-        else:
-            self.children = {self.children, child}
-
-    def disown(self, child: SequenceHash) -> None:
-        if isinstance(self.children, set) and len(self.children) > 1:
-            self.children.remove(child)
-        else:
-            self.children = None
-
-    def fastest(self) -> Tier | None:
-        return _FASTEST[self.held]
-
-    @property
-    def is_pending(self) -> bool:
-        if self.wanted != self.published:
-            return True
-        return self.wanted is not None and self.back != self.published_back
-
-    def as_published(self, tier: Tier) -> _ShownBlock:
-        assert self.root is not None
-        assert self.leader is not None
-        return _ShownBlock(tier, self.published_back, self.depth, self.root, self.leader)
-
-
-_FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
-"""Fastest tier, indexed by the bits of `_Node.held`."""
-
-
-class _ShownBlock(NamedTuple):
-    """A block as Redis shows it."""
-
-    tier: Tier
-    back: Back
-    depth: int
-    root: SequenceHash
-    leader: SequenceHash
 
 
 _Pieces = dict[int, set[SequenceHash]]
@@ -140,8 +45,8 @@ class Ownership:
         """Blocks after which the engine can go on; None: all."""
         self._lookahead = 0
         self._recomputed = 0
-        self._nodes: dict[SequenceHash, _Node] = {}
-        self._gone: dict[SequenceHash, _ShownBlock] = {}
+        self._nodes: dict[SequenceHash, Node] = {}
+        self._gone: dict[SequenceHash, ShownBlock] = {}
         """Published blocks that no longer have a node."""
         self._pending: list[_Pieces] = [{}]
         self._before: list[dict[SequenceHash, tuple[Tier | None, Back]]] = [{}]
@@ -312,19 +217,13 @@ class Ownership:
                 self._update(block)
             parent = block
 
-    def _node(self, block: SequenceHash) -> _Node:
+    def _node(self, block: SequenceHash) -> Node:
         node = self._nodes.get(block)
         if node is None:
-            node = self._nodes[block] = _Node()
+            node = self._nodes[block] = Node()
             gone = self._gone.pop(block, None)
             if gone:
-                (
-                    node.published,
-                    node.published_back,
-                    node.depth,
-                    node.root,
-                    node.leader,
-                ) = gone
+                (node.published, node.published_back, node.depth, node.root, node.leader) = gone
         return node
 
     def _remove(self, block: SequenceHash, tier: Tier) -> None:
@@ -334,7 +233,7 @@ class Ownership:
             self._update(block)
             self._prune(block, node)
 
-    def _prune(self, block: SequenceHash, node: _Node) -> None:
+    def _prune(self, block: SequenceHash, node: Node) -> None:
         """Drops `node`, and the holes above it, as long as nothing is held in or below them."""
         while not node.held and node.children is None:
             del self._nodes[block]
@@ -357,17 +256,17 @@ class Ownership:
             pieces = self._pending[self._shard_of(gone.root)]
             pieces.setdefault(~_piece(gone.depth, gone.leader), set()).add(block)
 
-    def _bury(self, block: SequenceHash, node: _Node) -> None:
+    def _bury(self, block: SequenceHash, node: Node) -> None:
         if node.published is not None:
             self._gone[block] = node.as_published(node.published)
 
-    def _published(self, block: SequenceHash) -> _ShownBlock | None:
+    def _published(self, block: SequenceHash) -> ShownBlock | None:
         node = self._nodes.get(block)
         if node is None:
             return self._gone.get(block)
         return None if node.published is None else node.as_published(node.published)
 
-    def _note(self, block: SequenceHash, node: _Node) -> None:
+    def _note(self, block: SequenceHash, node: Node) -> None:
         """Marks a wanted or published block as pending if it is not published as wanted."""
         assert node.root is not None
         assert node.leader is not None
@@ -383,7 +282,7 @@ class Ownership:
     def _shard_of(self, root: SequenceHash) -> int:
         return shard_of(root, len(self._pending))
 
-    def _tier(self, node: _Node) -> Tier | None:
+    def _tier(self, node: Node) -> Tier | None:
         fastest = node.fastest()
         if fastest is None or node.parent is None:
             return fastest
@@ -452,20 +351,20 @@ class Ownership:
             if left != 0:
                 stack += [(child, left) for child in node.each_child()]
 
-    def _since_end(self, block: SequenceHash, node: _Node) -> int:
+    def _since_end(self, block: SequenceHash, node: Node) -> int:
         assert self._ends is not None
         if block in self._ends:
             return 0
         return 1 + (self._nodes[node.parent].since_end if node.parent is not None else 0)
 
-    def _back(self, node: _Node) -> Back:
+    def _back(self, node: Node) -> Back:
         """Returns where the engine goes on if a prompt leaves its chain after this block."""
         held = node.depth + 1
         last = self._last_end(node, self._lookahead)
         before = self._last_end(node, 1) if last == held else last
         return self._rule.back(held, last, before)
 
-    def _last_end(self, node: _Node, above: int) -> int:
+    def _last_end(self, node: Node, above: int) -> int:
         """Returns how many blocks lead to where the engine goes on that uses the last end which is
         so many blocks above this one, or more."""
         for _ in range(above):

@@ -154,10 +154,7 @@ class EngineFollower:
         """Returns what the engine is, and tokens per block of the index. Raises EngineUnfit."""
         try:
             self.facts = await until_it_works(
-                self._discovered,
-                EngineUnavailable,
-                "waiting for the engine",
-                wait_s=0.25,
+                self._discovered, EngineUnavailable, "waiting for the engine", wait_s=0.25
             )
             block_size = await self._block_size(self.facts)
             self.facts = self.facts.beside(block_size)
@@ -305,7 +302,8 @@ class EngineFollower:
             self._lease_finding = disagreement(self._settings.kv_lease_s, lease_s)
 
     def _all_findings(self) -> tuple[str, ...]:
-        return (*self.findings(), *filter(None, [self._lease_finding]))
+        own = self.facts.findings if self.facts else ()
+        return (*self.findings(), *own, *filter(None, [self._lease_finding]))
 
     async def _follow_adapters(self) -> None:
         while True:

@@ -100,10 +100,7 @@ SPEED_SOURCE = _family(
     "source",
 )
 SPEED_ERROR = _family(
-    "speed_error",
-    "gauge",
-    "Recent relative error of predictions made with a constant.",
-    "constant",
+    "speed_error", "gauge", "Recent relative error of predictions made with a constant.", "constant"
 )
 FAMILIES = (
     *(STATE, ENGINE, *OF_RANK, LOSSES, TRUST, LAG, BATCHES),

@@ -109,9 +109,7 @@ class Rank:
         """Events of the engine; None: it publishes nothing."""
         self.blocks = self._new_blocks(joined_late=False)
         self.agent = Agent(
-            *(runner, keyspace, info, settings),
-            measure=self._measure,
-            judge=lambda: self.rung,
+            *(runner, keyspace, info, settings), measure=self._measure, judge=lambda: self.rung
         )
 
     @property

@@ -80,35 +80,36 @@ def speed_of(profile: Profile) -> Speed:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Grown:
-    elapsed_s: float
-    values: tuple[float, ...]
-
-
 class _Growth:
-    """Growth of some counters of an engine since the last `restart`."""
+    """Growth of some counters of an engine since the last `restart`, and the seconds it took."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._at: float | None = None
-        self._values: tuple[float, ...] = ()
+        self._at = 0.0
+        self._values: tuple[float, ...] | None = None
+        self.elapsed_s = 0.0
 
-    def since(self, load: EngineLoad, now: float) -> _Grown | None:
-        """Returns None if a counter is missing, or has started again: then growth begins here."""
-        values = tuple(getattr(load, name) for name in self._names)
-        if None in values:
+    def since(self, load: EngineLoad, now: float, least: float = 1.0) -> list[float] | None:
+        """Returns None if a counter is missing, or the first has grown by less than `least`, or
+        one has started again: then growth begins here."""
+        values = self._read(load)
+        if values is None:
             return None
-        if self._at is not None and all(map(float.__ge__, map(float, values), self._values)):
-            grown = tuple(map(float.__sub__, map(float, values), self._values))
-            return _Grown(now - self._at, grown)
-        self.restart(load, now)
-        return None
+        if self._values is None or not all(map(float.__ge__, values, self._values)):
+            self.restart(load, now)
+            return None
+        self.elapsed_s = now - self._at
+        grown = list(map(float.__sub__, values, self._values))
+        return grown if grown[0] >= least else None
 
     def restart(self, load: EngineLoad, now: float) -> None:
+        values = self._read(load)
+        if values is not None:
+            self._at, self._values = now, values
+
+    def _read(self, load: EngineLoad) -> tuple[float, ...] | None:
         values = [getattr(load, name) for name in self._names]
-        if None not in values:
-            self._at, self._values = now, tuple(map(float, values))
+        return None if None in values else tuple(map(float, values))
 
 
 class _Mean:
@@ -169,31 +170,31 @@ class EngineSpeed:
         self._observe_prefill(load, now)
         self._observe_decode(load, now)
         self._observe_transfers(load, now)
-        if (grown := self._finished.since(load, now)) and grown.values[0]:
+        if grown := self._finished.since(load, now):
             self._finished.restart(load, now)
-            self._outputs.add(grown.values[1], grown.values[0])
+            self._outputs.add(grown[1], grown[0])
 
     def _observe_busy(self, load: EngineLoad, now: float) -> None:
         grown = self._was_busy.since(load, now)
-        if grown is None or not grown.values[0]:
+        if grown is None:
             return
         self._was_busy.restart(load, now)
-        tokens, seconds = grown.values
+        tokens, seconds = grown
         if self._busy.count:
             self._note_error(_PREFILL, self._busy.mean * tokens, seconds)
         self._busy.add(seconds, tokens)
 
     def _observe_prefill(self, load: EngineLoad, now: float) -> None:
         grown = self._prefilled.since(load, now)
-        if grown is None or not grown.values[0]:
+        if grown is None:
             return
-        count, total_s, prompt, computed = grown.values
+        count, total_s, prompt, computed = grown
         seconds, tokens = total_s / count, computed / count
-        if grown.elapsed_s < seconds and count > 1:
+        if self._prefilled.elapsed_s < seconds and count > 1:
             return  # of those that shared the time, most are yet to come
         self._prefilled.restart(load, now)
         # Prompts that begin independently of each other: so many others are under way at a time.
-        others = (count - 1) * seconds / grown.elapsed_s
+        others = (count - 1) * seconds / self._prefilled.elapsed_s
         seconds *= -math.expm1(-others) / others if others else 1.0
         pairs = tokens * (prompt / count - tokens / 2)
         features = np.array([[tokens, max(0.0, pairs)]])
@@ -209,16 +210,19 @@ class EngineSpeed:
         self._prefill.add(features, np.array([seconds]), weight)
 
     def _observe_decode(self, load: EngineLoad, now: float) -> None:
-        grown, prompted = self._decoded.since(load, now), self._prompted.since(load, now)
-        if grown is None or grown.values[0] < FEWEST_GAPS:
+        grown, prompted = (
+            self._decoded.since(load, now, FEWEST_GAPS),
+            self._prompted.since(load, now, 0.0),
+        )
+        if grown is None:
             return
         self._decoded.restart(load, now)
         self._prompted.restart(load, now)
-        gaps, total_s, steps = grown.values
+        gaps, total_s, steps = grown
         seqs = gaps / max(steps, 1.0)
         if load.prefill_busy_s is None and prompted is not None:
             # All that decode wait while a prompt is computed.
-            tokens = max(0.0, prompted.values[0] - prompted.values[1])
+            tokens = max(0.0, prompted[0] - prompted[1])
             if tokens and not self._is_learned("prefill_s_per_token"):
                 return
             speed = self.speed()
@@ -237,10 +241,10 @@ class EngineSpeed:
 
     def _observe_transfers(self, load: EngineLoad, now: float) -> None:
         grown = self._transferred.since(load, now)
-        if grown is None or not grown.values[0]:
+        if grown is None:
             return
         self._transferred.restart(load, now)
-        count, seconds, tokens = grown.values
+        count, seconds, tokens = grown
         features = np.array([[tokens / count]])
         if self._is_learned("transfer_s"):
             expected = self._transfer.weights() @ np.array([1.0, tokens / count])

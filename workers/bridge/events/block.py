@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import msgspec
@@ -60,3 +61,32 @@ class Block(msgspec.Struct, array_like=True):
 
     def is_of(self, tokens: int, parent: SequenceHash | None) -> bool:
         return self.tokens == tokens and self.parent == parent
+
+
+class Copies:
+    """Number of the engine's blocks in each tier that are, or contain, one block of ours. Hidden
+    blocks do not count."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
+
+    def num_in(self, tier: Tier) -> int:
+        return len(self._counts[tier])
+
+    def add(self, block: Block, tier: Tier) -> None:
+        counts = self._counts[tier]
+        for own in block.blocks if not block.hidden else ():
+            counts[own] = counts.get(own, 0) + 1
+
+    def take_away(self, block: Block, tier: Tier) -> Iterator[SequenceHash]:
+        """Yields our blocks that are no longer in the tier, the last one first."""
+        counts = self._counts[tier]
+        for own in reversed(block.blocks) if not block.hidden else ():
+            counts[own] -= 1
+            if not counts[own]:
+                del counts[own]
+                yield own
+
+    def clear(self) -> None:
+        for counts in self._counts.values():
+            counts.clear()

@@ -20,7 +20,7 @@ from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.hashing import compute_local_hashes, next_sequence_hash, seed_for
 from app.core.types import SequenceHash, Tier
 from workers.bridge.events.adapter_folders import AdapterFolders
-from workers.bridge.events.block import Block, Place, with_copy, without_copy
+from workers.bridge.events.block import Block, Copies, Place, with_copy, without_copy
 from workers.bridge.events.events import (
     PREFIX_KINDS,
     AllBlocksCleared,
@@ -81,8 +81,7 @@ class EngineBlocks:
         self._announces_copies = announces_copies
         self._known: dict[BlockHash, Block] = {}
         self._unreferenced: OrderedDict[BlockHash, None] = OrderedDict()
-        self._copies: dict[Tier, dict[SequenceHash, int]] = {tier: {} for tier in Tier}
-        """Number of the engine's blocks in a tier that are, or contain, one block of ours."""
+        self._copies = Copies()
         self._group: int | None = None
         """Group that counts, once an event has named a kind."""
         self._largest = 0
@@ -104,7 +103,7 @@ class EngineBlocks:
     @property
     def num_held(self) -> int:
         """Returns the number of blocks of the index on the engine's device."""
-        return len(self._copies[Tier.DEVICE])
+        return self._copies.num_in(Tier.DEVICE)
 
     def held(self) -> Iterator[Stored]:
         """Yields what the engine holds, as if stored just now."""
@@ -131,7 +130,7 @@ class EngineBlocks:
                 self._adapters.restore(block)
             for tier in Tier:
                 if block.lies_in(tier):
-                    self._count_copy(block, tier)
+                    self._copies.add(block, tier)
 
     def load_adapters(self, folders: Mapping[str, str]) -> list[CacheEvent]:
         """Returns the changes to show now that the engine says that it has these adapters. folders:
@@ -144,12 +143,12 @@ class EngineBlocks:
     def _turn(self, block: Block) -> Iterator[CacheEvent]:
         tiers = [tier for tier in Tier if block.lies_in(tier)]
         if not block.hidden:
-            gone = {tier: tuple(self._give_up_copy(block, tier)) for tier in tiers}
+            gone = {tier: tuple(self._copies.take_away(block, tier)) for tier in tiers}
             yield from (Removed(blocks, tier) for tier, blocks in gone.items() if blocks)
         block.hidden = not block.hidden
         if not block.hidden:
             for tier in tiers:
-                self._count_copy(block, tier)
+                self._copies.add(block, tier)
                 yield Stored(block.blocks, block.parent, tier)
 
     @property
@@ -200,10 +199,7 @@ class EngineBlocks:
         if not self._counts(event):
             return self._take_window(event, tier), ()
         if not event.token_ids:
-            return [
-                *self._store_announced(event, tier),
-                *self._store_in_window(event, tier),
-            ], ()
+            return [*self._store_announced(event, tier), *self._store_in_window(event, tier)], ()
         if tier is Tier.DEVICE and event.kv_cache_spec_kind and event.block_size < self._largest:
             # vLLM also announces the part of a block at the end of a prompt, after another part
             # that it does not announce.
@@ -264,8 +260,7 @@ class EngineBlocks:
         self._known.clear()
         self._adapters.clear()
         self._unreferenced.clear()
-        for copies in self._copies.values():
-            copies.clear()
+        self._copies.clear()
         self._pending.clear()
         return self._windows.clear()
 
@@ -312,11 +307,7 @@ class EngineBlocks:
         return changes, hashes
 
     def _blocks_of(
-        self,
-        event: BlockStored,
-        hashes: Sequence[BlockHash],
-        tokens: bytes,
-        parent: Block | None,
+        self, event: BlockStored, hashes: Sequence[BlockHash], tokens: bytes, parent: Block | None
     ) -> list[Block]:
         """Returns each of the event's blocks in the index: as known, or made of its tokens."""
         last = parent.blocks[-1] if parent else None
@@ -382,16 +373,9 @@ class EngineBlocks:
 
     def _refer(self, name: BlockHash, block: Block, tier: Tier, group: int | None) -> None:
         if not block.lies_in(tier):
-            self._count_copy(block, tier)
+            self._copies.add(block, tier)
         block.references = with_copy(block.references, (tier, group), copies=self._announces_copies)
         self._unreferenced.pop(name, None)
-
-    def _count_copy(self, block: Block, tier: Tier) -> None:
-        if block.hidden:
-            return
-        copies = self._copies[tier]
-        for own in block.blocks:
-            copies[own] = copies.get(own, 0) + 1
 
     def _unrefer(
         self, name: BlockHash, block: Block, place: Place, copies: int | None
@@ -404,22 +388,12 @@ class EngineBlocks:
         tier, _ = place
         block.references = left
         if not block.lies_in(tier):
-            yield from self._give_up_copy(block, tier)
+            yield from self._copies.take_away(block, tier)
         if not block.references:
             self._unreferenced[name] = None
             if len(self._unreferenced) > REMEMBERED:
                 oldest, _ = self._unreferenced.popitem(last=False)
                 del self._known[oldest]
-
-    def _give_up_copy(self, block: Block, tier: Tier) -> Iterator[SequenceHash]:
-        if block.hidden:
-            return
-        copies = self._copies[tier]
-        for own in reversed(block.blocks):
-            copies[own] -= 1
-            if not copies[own]:
-                del copies[own]
-                yield own
 
     def _forget(self, name: BlockHash) -> Iterator[CacheEvent]:
         """Ends a block whose name the engine has given to another one."""
@@ -429,6 +403,6 @@ class EngineBlocks:
         self._unreferenced.pop(name, None)
         for tier in Tier:
             if block.lies_in(tier):
-                gone = tuple(self._give_up_copy(block, tier))
+                gone = tuple(self._copies.take_away(block, tier))
                 if gone:
                     yield Removed(gone, tier)

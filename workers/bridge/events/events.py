@@ -123,8 +123,7 @@ def tokens_of(event: BlockStored, block_size: int) -> bytes:
     """
     if event.block_size < 1 or event.block_size % block_size:
         raise InvalidRequest(
-            "block_size",
-            f"{event.block_size} is not a multiple of the index's {block_size}",
+            "block_size", f"{event.block_size} is not a multiple of the index's {block_size}"
         )
     if len(event.token_ids) != len(event.block_hashes) * event.block_size:
         raise InvalidRequest(
@@ -134,8 +133,7 @@ def tokens_of(event: BlockStored, block_size: int) -> bytes:
         )
     if event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes):
         raise InvalidRequest(
-            "extra_keys",
-            f"{len(event.extra_keys)} entries for {len(event.block_hashes)} blocks",
+            "extra_keys", f"{len(event.extra_keys)} entries for {len(event.block_hashes)} blocks"
         )
     try:
         return token_bytes(event.token_ids)

@@ -15,7 +15,6 @@ from itertools import repeat
 
 from app.core.events import Ends
 from app.core.types import SequenceHash, Tier
-from workers.bridge.events.block import Place, References, with_copy, without_copy
 from workers.bridge.events.events import (
     STATE_KINDS,
     WINDOW_KINDS,
@@ -24,15 +23,10 @@ from workers.bridge.events.events import (
     BlockStored,
     key_of,
 )
+from workers.bridge.events.window import ALL, ROOT, Window, WindowBlock
 
-ALL = 1 << 40
-"""Blocks before an end, if all are needed: more than any prompt has."""
 MASKED = 256
 """Events with gaps that wait for what tells where these are; older ones count for nothing."""
-ROOT: BlockHash = -1
-"""Name before the first block of a chain. No name is negative."""
-
-
 Chain = tuple[tuple[SequenceHash, ...], SequenceHash | None]
 """Blocks of the index in prompt order, and the one before them; None: they begin a prompt."""
 
@@ -57,15 +51,15 @@ class Windows:
         self._block_size = block_size
         self._copies = copies
         self._recomputed = recomputed
-        self._windows: list[_Window] = []
-        self._by_group: dict[int | None, _Window] = {}
+        self._windows: list[Window] = []
+        self._by_group: dict[int | None, Window] = {}
         self._lookahead = 0
         self._names: dict[SequenceHash, tuple[BlockHash, ...]] = {}
         """Blocks of the engine, by the block of the index that they end with. An engine that looks
         ahead has one for each way to go on, and a prompt is on one of them: only if all are ends,
         the block of the index is."""
         self._ends: set[SequenceHash] = set()
-        self._masked: deque[tuple[_Window, list[BlockHash]]] = deque(maxlen=MASKED)
+        self._masked: deque[tuple[Window, list[BlockHash]]] = deque(maxlen=MASKED)
         """Blocks that events left others out between, none of which was known."""
 
     @property
@@ -81,7 +75,7 @@ class Windows:
         needed = self._needed(event)
         window = next((w for w in self._windows if w.shape == (event.block_size, needed)), None)
         if window is None:
-            window = _Window(event.block_size, needed, copies=self._copies)
+            window = Window(event.block_size, needed, copies=self._copies)
             self._windows.append(window)
         window.admit(group)
         self._by_group[group] = window
@@ -97,7 +91,7 @@ class Windows:
             return []
         names: list[BlockHash] = [key_of(name) for name in event.block_hashes]
         place = (tier, event.group_idx)
-        turned: list[_Block] = []
+        turned: list[WindowBlock] = []
         for name, above in zip(names, self._each_above(event, names, window), strict=True):
             block = window.store(name, place, above)
             self._name(block, self._end_of(name))
@@ -107,14 +101,14 @@ class Windows:
     def remove(self, event: BlockRemoved, tier: Tier) -> list[Ends]:
         window = self._by_group[event.group_idx]
         counts: Iterable[int | None] = event.remaining_copy_counts or repeat(None)
-        turned: list[_Block] = []
+        turned: list[WindowBlock] = []
         for name, left in zip(map(key_of, event.block_hashes), counts, strict=False):
             turned += window.remove(name, (tier, event.group_idx), left)
         return self._turned(turned)
 
     def locate(self, names: Sequence[BlockHash]) -> list[Ends]:
         """Takes in that the engine's blocks of these names are known from now on."""
-        turned: list[_Block] = []
+        turned: list[WindowBlock] = []
         for window in self._windows:
             for name in names:
                 block = window.blocks.get(name)
@@ -151,7 +145,7 @@ class Windows:
         return chain and chain[0][-1]
 
     def _each_above(
-        self, event: BlockStored, names: list[BlockHash], window: _Window
+        self, event: BlockStored, names: list[BlockHash], window: Window
     ) -> Sequence[BlockHash | None]:
         """Returns what precedes each block of an event; None: that is not known."""
         if event.block_size != window.block_size or not event.token_ids:
@@ -163,9 +157,7 @@ class Windows:
             self._masked.append((window, names))
         return self._between_masked(window, names)
 
-    def _between_masked(
-        self, window: _Window, names: list[BlockHash]
-    ) -> Sequence[BlockHash | None]:
+    def _between_masked(self, window: Window, names: list[BlockHash]) -> Sequence[BlockHash | None]:
         """Returns what precedes each of some blocks of an event that leaves others out.
 
         The group that stands for all knows it, if its blocks are of that size. If they are longer,
@@ -190,7 +182,7 @@ class Windows:
         names = self._names.get(end, ())
         return names[0] if len(names) == 1 else None
 
-    def _link_masked(self, known: set[BlockHash]) -> Iterator[_Block]:
+    def _link_masked(self, known: set[BlockHash]) -> Iterator[WindowBlock]:
         for _ in range(len(self._masked)):
             window, names = self._masked.popleft()
             if known.isdisjoint(names):
@@ -202,18 +194,18 @@ class Windows:
                     window.link(block, above)
                     yield from window.gained(block)
 
-    def _name(self, block: _Block, end: SequenceHash | None) -> list[_Block]:
+    def _name(self, block: WindowBlock, end: SequenceHash | None) -> list[WindowBlock]:
         """Notes that `block` ends with this block of the index; returns the block before and
         after."""
         if end is None or block.end == end:
             return []
-        before = _Block(block.name)
+        before = WindowBlock(block.name)
         before.end, block.end = block.end, end
         if block.name not in self._names.get(end, ()):
             self._names[end] = (*self._names.get(end, ()), block.name)
         return [before, block]
 
-    def _turned(self, blocks: Iterable[_Block]) -> list[Ends]:
+    def _turned(self, blocks: Iterable[WindowBlock]) -> list[Ends]:
         """Returns what it means that these blocks have changed."""
         begun: list[SequenceHash] = []
         ended: list[SequenceHash] = []
@@ -253,148 +245,3 @@ class Windows:
             # of both. So there are no ends.
             ends = () if are_ends else ends
         return Ends(ends, are_ends, 0, self._recomputed)
-
-
-class _Block:
-    """A block of groups alike, kept while any of them holds it, or a block that follows it."""
-
-    __slots__ = ("above", "below", "end", "is_held", "is_ready", "name", "references")
-
-    def __init__(self, name: BlockHash) -> None:
-        self.name = name
-        self.references: References = ()
-        self.end: SequenceHash | None = None
-        """Last block of the index in it."""
-        self.above: BlockHash | None = None
-        """Name of the block before it, or ROOT; None: not known."""
-        self.below: BlockHash | set[BlockHash] | None = None
-        """Names of those after it that have references: most often one, stored without a set."""
-        self.is_held = False
-        """Whether each of the groups holds it."""
-        self.is_ready = False
-        """Whether the whole window before its end is held."""
-
-    def each_below(self) -> Iterable[BlockHash]:
-        below = self.below
-        return below if isinstance(below, set) else () if below is None else (below,)
-
-    def adopt(self, name: BlockHash) -> None:
-        if self.below is None:
-            self.below = name
-        elif isinstance(self.below, set):
-            self.below.add(name)
-        elif self.below != name:
-            self.below = {self.below, name}
-
-    def disown(self, name: BlockHash) -> None:
-        if isinstance(self.below, set) and len(self.below) > 1:
-            self.below.remove(name)
-        else:
-            self.below = None
-
-
-class _Window:
-    """Blocks of groups with the same window.
-
-    num_blocks: how many blocks before an end each group has to hold, if there are so many.
-    """
-
-    def __init__(self, block_size: int, num_blocks: int, *, copies: bool) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.blocks: dict[BlockHash, _Block] = {}
-        self._copies = copies
-        self._groups: set[int | None] = set()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.block_size, self.num_blocks
-
-    def admit(self, group: int | None) -> None:
-        self._groups.add(group)
-        for block in self.blocks.values():
-            block.is_held = block.is_ready = False
-
-    def is_ready(self, name: BlockHash) -> bool:
-        block = self.blocks.get(name)
-        return block is not None and block.is_ready
-
-    def store(self, name: BlockHash, place: Place, above: BlockHash | None) -> _Block:
-        """above: None: not known, or not now."""
-        block = self._block(name)
-        self.link(block, above)
-        block.references = with_copy(block.references, place, copies=self._copies)
-        return block
-
-    def link(self, block: _Block, above: BlockHash | None) -> None:
-        if self.num_blocks > 1 and above is not None and block.above is None:
-            block.above = above
-            if above != ROOT:
-                self._block(above).adopt(block.name)
-            # Look again at what is ready.
-            block.is_held = False
-
-    def gained(self, block: _Block) -> Iterator[_Block]:
-        """Yields the blocks that are ready once `block` is held, if it was not and is now."""
-        if block.is_held or not self._is_held(block):
-            return
-        block.is_held = True
-        num_held = 1
-        above = block.above
-        while num_held < self.num_blocks and above is not None and above != ROOT:
-            before = self.blocks[above]
-            if not before.is_held:
-                break
-            num_held = self.num_blocks if before.is_ready else num_held + 1
-            above = before.above
-        if above == ROOT:
-            num_held = self.num_blocks
-        for distance, following in self._held_from(block):
-            if num_held + distance >= self.num_blocks and not following.is_ready:
-                following.is_ready = True
-                yield following
-
-    def remove(self, name: BlockHash, place: Place, left: int | None) -> list[_Block]:
-        """Returns the blocks that are no longer ready, or no longer known."""
-        block = self.blocks.get(name)
-        if block is None:
-            return []
-        block.references = without_copy(block.references, place, left)
-        lost: list[_Block] = []
-        if block.is_held and not self._is_held(block):
-            block.is_held = False
-            for _, following in self._held_from(block):
-                if following.is_ready:
-                    following.is_ready = False
-                    lost.append(following)
-        if not block.references:
-            lost += self._leave(block)
-            if block.below is None and name in self.blocks:
-                lost.append(self.blocks.pop(name))
-        return lost
-
-    def _block(self, name: BlockHash) -> _Block:
-        return self.blocks.get(name) or self.blocks.setdefault(name, _Block(name))
-
-    def _is_held(self, block: _Block) -> bool:
-        return {group for (_, group), _ in block.references} == self._groups
-
-    def _held_from(self, block: _Block) -> Iterator[tuple[int, _Block]]:
-        """Yields `block` and the held ones after it whose windows contain it, with their
-        distance."""
-        level, distance = [block], 0
-        while level and distance < self.num_blocks:
-            for one in level:
-                yield distance, one
-            below = [self.blocks[name] for one in level for name in one.each_below()]
-            level = [one for one in below if one.is_held]
-            distance += 1
-
-    def _leave(self, block: _Block) -> Iterator[_Block]:
-        """Yields the block before it, if that is then no longer known."""
-        name, block.above = block.above, None
-        if name is not None and name != ROOT:
-            above = self.blocks[name]
-            above.disown(block.name)
-            if not above.references and above.below is None:
-                yield self.blocks.pop(name)

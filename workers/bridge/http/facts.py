@@ -69,6 +69,7 @@ class EngineFacts:
     kv_settings: tuple[tuple[str, str], ...] = ()
     pool_blocks: int = 0
     rung: Rung = TOP
+    findings: tuple[str, ...] = ()
 
     def beside(self, block_size: int) -> EngineFacts:
         """Returns the engine in an index of such blocks, of which its own may not be whole ones."""
@@ -227,9 +228,7 @@ def overridden(
         raise NotExact("its agent listens to no KV events: take away --events-endpoint none")
     return tuple(
         EventSource(
-            rank,
-            reachable(events, host, rank),
-            reachable(replay, host, rank) if replay else None,
+            rank, reachable(events, host, rank), reachable(replay, host, rank) if replay else None
         )
         for rank in ranks
     )

@@ -45,10 +45,7 @@ _METADATA = msgspec.msgpack.Decoder(_Metadata)
 
 
 async def of_vllm(
-    context: zmq.asyncio.Context,
-    facts: EngineFacts,
-    hosts: Iterable[str],
-    port: int,
+    context: zmq.asyncio.Context, facts: EngineFacts, hosts: Iterable[str], port: int
 ) -> tuple[str, ...]:
     """Returns a fingerprint for WorkerInfo. hosts: where the engine's side channel may be."""
     told, about = UNKNOWN, _Metadata()

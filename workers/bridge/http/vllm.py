@@ -28,6 +28,10 @@ EVENTS_FLAG = (
     '"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
 )
 """Flag that has vLLM publish events; ports of further ranks count upwards."""
+FORGEABLE = (
+    "its engine knows KV by hashes that a client can forge, also across tenants: start vLLM with "
+    "--prefix-caching-hash-algo sha256 instead of {}"
+)
 CONFIG = "vllm:cache_config_info"
 RUNNING = "vllm:num_requests_running"
 SPECULATIVE = "vllm:spec_decode_num_drafts_total"
@@ -68,6 +72,7 @@ async def vllm_facts(engine: EngineHttp, version: str, given: EngineAgentSetting
         ranks = range(given.data_parallel_size or 0) or said.ranks
         sources, rung = silent(ranks), error.rung
     drops_block = _drops_last_block(said, version)
+    algorithm = said.config.get("prefix_caching_hash_algo", "")
     return EngineFacts(
         kind="vllm",
         version=version,
@@ -87,6 +92,7 @@ async def vllm_facts(engine: EngineHttp, version: str, given: EngineAgentSetting
         started_s=said.started_s,
         kv_dtype=said.config.get("cache_dtype", ""),
         rung=rung,
+        findings=(FORGEABLE.format(algorithm),) if algorithm.startswith("xxhash") else (),
     )
 
 
