@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_S = 1.0
 CONNECTIONS = 4
-"""Connections to each engine, at most."""
 
 
 async def serve(settings: EngineAgentSettings) -> None:

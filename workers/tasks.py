@@ -12,7 +12,6 @@ import stamina.instrumentation
 from app.http.supervisor import Tasks
 
 FAILURES = Tasks().failures
-"""Failures of this process's tasks."""
 
 
 T = TypeVar("T")

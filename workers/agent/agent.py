@@ -94,12 +94,10 @@ class Agent:
         self.same = ""
         """Finding that another worker has its engine, and gets the requests; "": none has."""
         self.is_out = False
-        """Whether it gets no requests, as Redis last said."""
         self.refused = ""
         """Why the worker is not registered; "": it is, or it is about to be."""
         self.incarnation: Incarnation | None = None
         self.num_leases = 1
-        """Incarnations of workers at the last renewal."""
         self._runner = runner
         self._keyspace = keyspace
         self._ttl_ms = round(settings.lease_ttl_s * 1000)
@@ -110,7 +108,6 @@ class Agent:
         self._staged: Incarnation | None = None
         """Incarnation that is registered, but not routed to yet."""
         self._drains = False
-        """Whether Redis last said that the worker is out of service, which it may lose."""
         self._is_lost = False
         self._tainted_in: str | None = None
         """Life of its engine in which Redis last said that it is tainted."""

@@ -23,7 +23,6 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 1.0
 READ_INTERVAL_S = 1.0
 MAX_AGE_S = 3.0
-"""Seconds without an answer after which the last readings no longer count."""
 RETRY_S = 10.0
 
 _CUDA_DEVICE = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)

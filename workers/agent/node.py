@@ -34,13 +34,11 @@ class Node:
     def __init__(self) -> None:
         self.parent: SequenceHash | None = None
         self.linked = False
-        """Whether the parent is known: only once the block has been stored."""
         self.children: SequenceHash | set[SequenceHash] | None = None
         """Most nodes have one child, which is stored here without a set."""
         self.held = 0
         """Bit 1 << tier for each tier that holds the block."""
         self.wanted: Tier | None = None
-        """Tier that Redis should show the block in."""
         self.published: Tier | None = None
         """Tier that Redis shows the block in, once it has all that was drained."""
         self.depth = 0
@@ -91,7 +89,6 @@ class Node:
 
 
 FASTEST = (None, *(next(t for t in Tier if held >> t & 1) for held in range(1, 1 << len(Tier))))
-"""Fastest tier, indexed by the bits of `Node.held`."""
 
 
 class ShownBlock(NamedTuple):

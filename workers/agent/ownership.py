@@ -42,7 +42,6 @@ class Ownership:
     def __init__(self, rule: ReuseRule = EVERY_BLOCK) -> None:
         self._rule = rule
         self._ends: set[SequenceHash] | None = None
-        """Blocks after which the engine can go on; None: all."""
         self._lookahead = 0
         self._recomputed = 0
         self._nodes: dict[SequenceHash, Node] = {}
@@ -267,7 +266,6 @@ class Ownership:
         return None if node.published is None else node.as_published(node.published)
 
     def _note(self, block: SequenceHash, node: Node) -> None:
-        """Marks a wanted or published block as pending if it is not published as wanted."""
         assert node.root is not None
         assert node.leader is not None
         pieces = self._pending[self._shard_of(node.root)]

@@ -35,7 +35,6 @@ BATCHES_IN_FLIGHT = 8
 """Most batches in flight; fewer the longer Redis takes: agents that all republish at once would
 else keep routers waiting for seconds, and each other's renewals."""
 BUSY_S = 0.02
-"""Duration of a round trip above which Redis counts as busy."""
 BUSY_PAUSES = 2
 """Round trips for which an agent then waits before it sends more, MAX_PAUSE_S at most."""
 MAX_PAUSE_S = 1.0
@@ -44,7 +43,6 @@ DRAIN_BLOCKS = 8192
 FULL_PAUSE_S = 0.25
 """Pause between two attempts to store blocks in a Redis that is full. Removals wait as long."""
 AUDIT_BLOCKS = 256
-"""Blocks that an audit of all shards checks, for half a millisecond of Redis's time."""
 AUDIT_BUCKETS = 128
 """Buckets of each shard that are searched as often for blocks that the worker does not hold; a
 large one, 1,000 blocks at a time."""
@@ -57,15 +55,12 @@ class _Shard:
     number: int
     keyspace: Keyspace
     seq: int = 0
-    """Number of the last batch applied."""
     num_notified: int = 0
     """Calls of `notify` that it shows the effect of."""
     to_audit: list[SequenceHash] | None = None
     """Blocks to look for; None: no audit is due."""
     search_from: index.Place = index.FIRST_PLACE
-    """Place where the search for wrongly shown blocks resumes."""
     is_full: bool = False
-    """Whether it had no memory left for the last blocks to be stored."""
     is_unreachable: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -94,7 +89,6 @@ class Publisher:
         self._index_blocks = index_blocks
         self._ownership = Ownership(rule)
         self._shards: list[_Shard] = []
-        """Empty while nothing is published."""
         self.num_notified = 0
         self._in_flight = 1
         self._loss: IncarnationLost | None = None
@@ -233,7 +227,6 @@ class Publisher:
     async def _publish_to(
         self, shard: _Shard, incarnation: Incarnation, to_audit: Iterable[SequenceHash] | None
     ) -> None:
-        """Sends a shard its changes, and audits what it shows unless `to_audit` is None."""
         notified = self.num_notified
         try:
             if not await self._send(shard, incarnation):
@@ -341,7 +334,6 @@ class Publisher:
     async def _audit(
         self, shard: _Shard, incarnation: Incarnation, blocks: Iterable[SequenceHash]
     ) -> None:
-        """Checks that a shard shows what was published. Raises IncarnationLost if it does not."""
         entries = self._ownership.as_published(shard.number, blocks)
         audit = index.audit(
             shard.keyspace,
@@ -368,7 +360,6 @@ class Publisher:
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """itertools.batched, which Python 3.11 lacks."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch

@@ -91,7 +91,6 @@ class EngineFollower:
         self._memory = memory
         self._profile = PROFILES[settings.profile] if settings.profile else None
         self._is_kept = False
-        """Whether the engine is to stay in service once `run` is cancelled."""
 
     @property
     def worker_id(self) -> str:
@@ -178,7 +177,6 @@ class EngineFollower:
             await asyncio.sleep(POLL_S)
 
     async def _serve(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Returns once the engine is gone, sleeps or is another."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(rank.run()) for rank in self.ranks]
             adapting = _begun(tasks, "adapters", self._follow_adapters)
@@ -208,7 +206,6 @@ class EngineFollower:
         return all(life is Life.GONE for life in lives)
 
     async def _watch(self, facts: EngineFacts, reader: LoadReader) -> None:
-        """Reads the engine's load, until the engine is another or sleeps."""
         while True:
             await asyncio.sleep(POLL_S)
             if not reader.tells:
@@ -253,7 +250,6 @@ class EngineFollower:
         return False
 
     async def _tells_more(self, facts: EngineFacts) -> bool:
-        """Whether something that the engine did not tell of its KV is known now."""
         for rank in self.ranks:
             told = rank.info.kv_fingerprint
             if any(one.endswith(f"={UNKNOWN}") for one in told):
@@ -354,7 +350,6 @@ class EngineFollower:
         return ranks
 
     async def _block_size(self, facts: EngineFacts) -> int:
-        """Returns the tokens per block of the index; waits for Redis."""
         if self._settings.block_size is not None:
             return self._settings.block_size
         ask = partial(self._runner.one, leases.block_size_of(self._keyspace))

@@ -12,7 +12,6 @@ from workers.bridge.http.facts import EngineLoad
 
 PROBE_S = 5.0
 LATE_S = 0.5
-"""Delay from which on an answer counts as late."""
 REFUSED_PROBES = 2
 """Probes in a row that nobody listens to until an engine is gone: 3 s at most."""
 UNWELL_PROBES = 3
@@ -21,7 +20,6 @@ SILENT_S = 20.0
 """Seconds without any sign of life, with MISSED_PROBES, after which an engine is ill."""
 MISSED_PROBES = 4
 SETTLING_S = 2.0
-"""Seconds after the last token in which nothing is late."""
 FIRST_S = 90.0
 """Seconds that an engine may take longer for its first token: it may have to compile for it."""
 LONGEST_PROMPTS = 3.0
@@ -37,7 +35,6 @@ class Probe(StrEnum):
     ANSWERED = "answered"
     LATE = "does not answer"
     DENIED = "is not let answer"
-    """A proxy answers, or a key is missing."""
     UNWELL = "says that it is not well"
     REFUSED = "is gone: nobody listens"
 
@@ -87,11 +84,9 @@ class EngineHealth:
         self._stall_s = stall_s
         self._waits_for_others = waits_for_others
         self._asked_s: float | None = None
-        """Time at which the probe was sent that is under way."""
         self._took_s = 0.0
         self._answered_s = now
         self._life_s = now
-        """Time of the last sign of life, of any kind."""
         self._read_s = now
         self._outcome = Probe.ANSWERED
         self._in_a_row = 0
@@ -200,7 +195,6 @@ LATE_READINGS = 2
 class _Computed(NamedTuple):
     computed: float
     prompts: float | None
-    """Prompts that have begun."""
     running: int = 0
 
 

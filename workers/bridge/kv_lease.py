@@ -25,7 +25,6 @@ from workers.bridge.rank import Rank
 log = logging.getLogger(__name__)
 
 LEAST_S, MOST_S = 1.0, 3600.0
-"""Seconds that count before more is known, and at most."""
 ANSWER_S = 120.0
 """Deadline of an engine that is asked for its settings: it looks at its whole environment first."""
 CONFIG = "/server_info?config_format=json"

@@ -87,7 +87,6 @@ class Rank:
         self.losses = Losses()
         self.joined_late = False
         self.is_shared = False
-        """Whether other engines answer at its engine's address, too."""
         self.silence = Silence(facts.block_size)
         self._source = source
         self._facts = facts

@@ -30,7 +30,6 @@ ENOUGH_PROMPTS = 20
 MANY_PAIRS = 500_000.0
 """Pairs of 1,000 tokens: from then on, attention takes a share that can be told from noise."""
 ENOUGH_GAPS = 1_000
-"""Gaps between two tokens of a request."""
 ENOUGH_REQUESTS = 10
 ENOUGH_TRANSFERS = 10
 PROMPT_TOKENS = 1_000.0
@@ -145,7 +144,6 @@ class EngineSpeed:
         )
         self._prompts = _Mean()
         self._long_prompts = 0.0
-        """Prompts with MANY_PAIRS, as far as is known."""
         self.longest_prefill = 0.0
         """Computed tokens of a prompt, on average of the reading that had the longest."""
         self._busy = _Mean()

@@ -30,7 +30,6 @@ UDP_BYTES = 1232
 is larger comes over TCP."""
 
 Place = tuple[str, int]
-"""Address and port."""
 Look = Callable[[], Awaitable[set[Place]]]
 """Returns what a name has now. Raises OSError while nobody says it."""
 

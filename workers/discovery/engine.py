@@ -28,7 +28,6 @@ ENGINE_SETTINGS = frozenset(
 FIELDS: Mapping[str, Field[Any]] = {
     f.name.replace("_", "-"): f for f in fields(EngineAgentSettings) if f.name in ENGINE_SETTINGS
 }
-"""Fields of those settings, by the name of the flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ Tell = Callable[[Members], None]
 
 
 ANSWERS = 3
-"""Answers in a row that have to lack an engine, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,6 @@ def settings_of(
 
 
 def _value(field: Field[Any], value: object) -> object:
-    """Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"needs a text or a number, got {type(value).__name__}")
     kind, text = field.metadata["kind"], str(value)
@@ -189,7 +186,6 @@ def _value(field: Field[Any], value: object) -> object:
 
 
 def _number(kind: Integers | Real, text: str) -> float:
-    """Raises ValueError."""
     try:
         number = int(text) if isinstance(kind, Integers) else float(text)
     except ValueError:

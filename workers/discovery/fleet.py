@@ -32,7 +32,6 @@ from workers.tasks import FAILURES
 log = logging.getLogger(__name__)
 
 RENEWALS = 3
-"""Renewals of the claims within a lease."""
 STALE_S = 90.0
 """Age of what a source told at which it is a finding: a dead watch is noticed after 70 s."""
 STALE = (
@@ -150,9 +149,7 @@ class EngineFleet:
         gone_s: float,
     ) -> None:
         self.engines: Engines | None = None
-        """None: the source has not told yet."""
         self._heard_s = -math.inf
-        """Time at which the source last told, by the loop's clock."""
         self.claims = claims
         self._source, self._begin = source, begin
         self._wrong: tuple[str, ...] = ()
@@ -168,7 +165,6 @@ class EngineFleet:
         return {key: one.follower for key, one in self._followed.items()}
 
     def age_s(self) -> float:
-        """Returns how long ago the source last told."""
         return asyncio.get_running_loop().time() - self._heard_s
 
     def findings(self) -> tuple[str, ...]:
@@ -229,7 +225,6 @@ class EngineFleet:
             self._changed.set()
 
     def _present(self, told: Engines) -> Engines:
-        """Returns those told of, and those told of no more that may yet be there."""
         for key, one in self._followed.items():
             # One that has not answered yet may be about to.
             if one.follower.state == "unavailable" and one.follower.facts is not None:

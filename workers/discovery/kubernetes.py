@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 LIST_S = 30.0
 WATCH_S = 60
 DEAD_S = 10.0
-"""Seconds that a watch is waited for beyond its own duration."""
 WAIT_S, WAIT_MAX_S = 0.5, 30.0
 """Pauses before pods are listed again, after a failure or a watch that told nothing."""
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -177,7 +176,6 @@ class NamespacePods:
 
 
 def _json(text: bytes) -> dict[str, Any]:
-    """Raises WatchFailed."""
     try:
         told = orjson.loads(text)
     except orjson.JSONDecodeError as error:

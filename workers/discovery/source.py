@@ -26,7 +26,6 @@ SOURCES = ("engine_url", "engines", "engine_dns", "kubernetes_selector")
 GONE_S = 60.0
 LOOK_S = 1.0
 FILE_GONE_S = 10.0
-"""Seconds that writing the file may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ def read_file(process: EngineAgentSettings, members: Members) -> None:
 
 
 def _engine_of_table(process: EngineAgentSettings, name: str, table: object) -> DiscoveredEngine:
-    """Raises ConfigError."""
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: needs a table, [NAME], for each engine")
     told = dict(table)

@@ -15,7 +15,6 @@ class AdapterFolders:
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
         self._fresh: list[Block] = []
-        """Blocks that were stored since the last look."""
 
     def add(self, block: Block, parent: Block | None) -> None:
         """Take in an adapter's block that no event has named before."""

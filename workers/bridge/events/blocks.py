@@ -223,7 +223,6 @@ class EngineBlocks:
         return changes
 
     def _take_window(self, event: BlockStored, tier: Tier) -> list[CacheEvent]:
-        """Returns what an event of a group means that does not stand for all."""
         changes: list[CacheEvent] = []
         # Blocks of offloads may be larger than the group's.
         if (

@@ -28,7 +28,6 @@ _TIERS: dict[str, Tier | None] = {
 }
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""Attention over the whole prefix."""
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 """Layers that need the blocks within a window to go on after a block."""
 STATE_KINDS = frozenset({"mamba"})

@@ -78,7 +78,6 @@ class Counters:
     unreadable: int = 0
     unknown_events: int = 0
     lag_s: float = 0.0
-    """Age of the last batch when it came."""
 
 
 class _Lost(Exception):
@@ -105,7 +104,6 @@ class EventStream:
         self.began = asyncio.Event()
         """Set once `follow` has returned what was published before it began."""
         self.position: Position | None = None
-        """Last batch that `follow` has returned."""
         self._context = context
         self._source = source
         self._after = after
@@ -169,75 +167,59 @@ class EventStream:
         self._lost_s = asyncio.get_running_loop().time()
 
     async def _begin(self, reason: str) -> AsyncGenerator[Fresh | Resumption | Batch, None]:
-        """Finds out where the engine is, and catches up."""
         after, self._after = self._after, None
         if self._source.replay is None:
             yield Fresh(joined_late=True, reason=reason)
             return
         if after is not None:
-            is_same = False
-            async with aclosing(self._insist(after.seq)) as replay:
-                async for message in replay:
-                    batch = self._decoded(message)
-                    if not is_same:
-                        is_same = after == (message.seq, batch.ts)
-                        if not is_same:
-                            break
-                        self.position = after
-                        yield Resumption()
-                        continue
-                    yield self._taken(message, batch)
-            if is_same:
+            messages, is_whole = await self._insist(after.seq)
+            if messages and after == (messages[0].seq, self._decoded(messages[0]).ts):
+                self.position = after
+                yield Resumption()
+                for message in messages[1:]:
+                    yield self._taken(message)
+                self.is_current = is_whole
                 return
             reason = "the engine is another, or has gone on for too long"
-        is_first = True
-        async with aclosing(self._insist(0)) as replay:
-            async for message in replay:
-                if is_first:
-                    yield Fresh(joined_late=message.seq > 0, reason=reason)
-                    is_first = False
-                self.counters.replayed += 1
-                yield self._taken(message, self._decoded(message))
-        if is_first:
-            yield Fresh(joined_late=False, reason=reason)
+        messages, is_whole = await self._insist(0)
+        yield Fresh(joined_late=bool(messages) and messages[0].seq > 0, reason=reason)
+        for message in messages:
+            self.counters.replayed += 1
+            yield self._taken(message)
+        self.is_current = is_whole
 
-    async def _go_on(self) -> AsyncGenerator[Fresh | Batch, None]:
+    async def _go_on(self) -> AsyncGenerator[Batch, None]:
         """Yields what comes from now on. Raises _Lost."""
         while True:
-            is_silent = not self._queue and not await self._receive()
-            if is_silent or self._is_new:
+            is_idle = not self._queue and not self._is_new
+            if (is_idle and not await self._receive()) or self._is_new:
                 async with aclosing(self._missed()) as missed:
                     async for batch in missed:
                         yield batch
                 continue
-            while self._queue:
-                message = self._queue[0]
-                batch = self._decoded(message)
-                last = self.position
-                expected = last.seq + 1 if last else 0
-                if message.seq == expected:
-                    self._queue.popleft()
-                    self.is_current = True
-                    yield self._taken(message, batch)
-                elif last and message.seq <= last.seq:
-                    if batch.ts > last.ts:
-                        self.counters.gaps += 1
-                        raise _Lost("the engine was started again")
-                    self._queue.popleft()
-                    self.counters.duplicates += 1
-                elif self._source.replay is None and last is None:
-                    # The first that comes at all: nothing is known to be missing but what was
-                    # before.
-                    self._queue.popleft()
-                    self.is_current = True
-                    yield self._taken(message, batch)
-                else:
+            if not self._queue:
+                continue  # what came was no batch
+            message, last = self._queue[0], self.position
+            expected = last.seq + 1 if last else 0
+            # Without replay, nothing is known to be missing but what was before the first.
+            is_first = self._source.replay is None and last is None
+            if message.seq == expected or (is_first and message.seq > expected):
+                self._queue.popleft()
+                self.is_current = True
+                yield self._taken(message)
+            elif last and message.seq <= last.seq:
+                if self._decoded(message).ts > last.ts:
                     self.counters.gaps += 1
-                    if self._source.replay is None:
-                        raise _Lost(f"batches {expected} to {message.seq - 1} did not arrive")
-                    async with aclosing(self._missed()) as missed:
-                        async for batch in missed:
-                            yield batch
+                    raise _Lost("the engine was started again")
+                self._queue.popleft()
+                self.counters.duplicates += 1
+            else:
+                self.counters.gaps += 1
+                if self._source.replay is None:
+                    raise _Lost(f"batches {expected} to {message.seq - 1} did not arrive")
+                async with aclosing(self._missed()) as missed:
+                    async for batch in missed:
+                        yield batch
 
     async def _missed(self) -> AsyncGenerator[Batch, None]:
         """Yields what came after the last batch, as asked of the engine. Raises _Lost if that is
@@ -245,32 +227,25 @@ class EventStream:
         if self._source.replay is None:
             return
         last = self.position
-        is_first = last is not None
-        try:
-            async with aclosing(self._replay(last.seq if last else 0)) as replay:
-                async for message in replay:
-                    batch = self._decoded(message)
-                    if is_first:
-                        is_first = False
-                        if last != (message.seq, batch.ts):
-                            raise _Lost(
-                                "the engine was started again"
-                                if last and message.seq <= last.seq
-                                else "too much was missed"
-                            )
-                        continue
-                    expected = self.position.seq + 1 if self.position else 0
-                    if message.seq > expected:
-                        raise _Lost(f"batches {expected} to {message.seq - 1} are gone")
-                    self.counters.replayed += 1
-                    yield self._taken(message, batch)
-        except TimeoutError:
-            self.is_current = False
-            await asyncio.sleep(RETRY_S)
-            return
-        if is_first:
+        messages, is_whole = await self._replay(last.seq if last else 0)
+        if last and messages:
+            first = messages.pop(0)
+            if last != (first.seq, self._decoded(first).ts):
+                is_other = first.seq <= last.seq
+                raise _Lost("the engine was started again" if is_other else "too much was missed")
+        elif last and is_whole:
             raise _Lost("the engine was started again")
-        self.is_current, self._is_new = True, False
+        for message in messages:
+            expected = self.position.seq + 1 if self.position else 0
+            if message.seq > expected:
+                raise _Lost(f"batches {expected} to {message.seq - 1} are gone")
+            self.counters.replayed += 1
+            yield self._taken(message)
+        self.is_current = is_whole
+        if is_whole:
+            self._is_new = False
+        else:
+            await asyncio.sleep(RETRY_S)
 
     def _decoded(self, message: _Message) -> Batch:
         try:
@@ -282,7 +257,8 @@ class EventStream:
             last_ts = self.position.ts if self.position else 0.0
             return Batch(last_ts, [], self._source.rank, num_broken=1)
 
-    def _taken(self, message: _Message, batch: Batch) -> Batch:
+    def _taken(self, message: _Message) -> Batch:
+        batch = self._decoded(message)
         self.position = Position(message.seq, batch.ts)
         self.counters.batches += 1
         self.counters.unknown_events += batch.num_unknown
@@ -313,47 +289,41 @@ class EventStream:
                 self._is_new = self._source.replay is not None
         return True
 
-    async def _insist(self, seq: int) -> AsyncGenerator[_Message, None]:
-        """Yields a replay; asks again as long as no answer begins."""
+    async def _insist(self, seq: int) -> tuple[list[_Message], bool]:
+        """Returns a replay; asks again as long as no answer begins."""
         while True:
-            begun = False
-            try:
-                async with aclosing(self._replay(seq)) as replay:
-                    async for message in replay:
-                        begun = True
-                        yield message
-                self.is_current = True
-                return
-            except TimeoutError:
-                if begun:
-                    return
+            messages, is_whole = await self._replay(seq)
+            if messages or is_whole:
+                return messages, is_whole
             await asyncio.sleep(RETRY_S)
 
-    async def _replay(self, seq: int) -> AsyncGenerator[_Message, None]:
-        """Yields the batches from number `seq` on that the engine still has. Raises
-        TimeoutError."""
+    async def _replay(self, seq: int) -> tuple[list[_Message], bool]:
+        """Returns the batches from number `seq` on that the engine still has, and whether it has
+        said that these are all."""
         assert self._source.replay is not None
         if self._dealer is None:
             self._dealer = self._socket(zmq.DEALER, self._source.replay)
-        is_complete = False
+        messages: list[_Message] = []
+        is_whole = False
         try:
             async with asyncio.timeout(REPLY_S):
                 await self._dealer.send_multipart([b"", seq.to_bytes(8, "big")])
-            while True:
+            while not is_whole:
                 async with asyncio.timeout(REPLY_S):
                     frames = await self._dealer.recv_multipart()
                 # Older engines leave out the topic.
                 *_, number, payload = frames if len(frames) >= 3 else (b"", b"", b"")
-                if number == _END:
-                    is_complete = True
-                    return
-                if len(number) == 8:
-                    yield _Message(int.from_bytes(number, "big"), payload)
+                is_whole = number == _END
+                if len(number) == 8 and not is_whole:
+                    messages.append(_Message(int.from_bytes(number, "big"), payload))
+        except TimeoutError:
+            pass
         finally:
-            if not is_complete:
+            if not is_whole:
                 # The rest of this answer must not be taken for the next one.
                 self._dealer.close(linger=0)
                 self._dealer = None
+        return messages, is_whole
 
     def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)

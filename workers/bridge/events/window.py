@@ -29,9 +29,7 @@ class WindowBlock:
         self.below: BlockHash | set[BlockHash] | None = None
         """Names of those after it that have references: most often one, stored without a set."""
         self.is_held = False
-        """Whether each of the groups holds it."""
         self.is_ready = False
-        """Whether the whole window before its end is held."""
 
     def each_below(self) -> Iterable[BlockHash]:
         below = self.below
@@ -150,7 +148,6 @@ class Window:
             distance += 1
 
     def _leave(self, block: WindowBlock) -> Iterator[WindowBlock]:
-        """Yields the block before it, if that is then no longer known."""
         name, block.above = block.above, None
         if name is not None and name != ROOT:
             above = self.blocks[name]

@@ -206,7 +206,6 @@ class Windows:
         return [before, block]
 
     def _turned(self, blocks: Iterable[WindowBlock]) -> list[Ends]:
-        """Returns what it means that these blocks have changed."""
         begun: list[SequenceHash] = []
         ended: list[SequenceHash] = []
         for end in dict.fromkeys(block.end or self._end_of(block.name) for block in blocks):

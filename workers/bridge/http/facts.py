@@ -11,7 +11,6 @@ from app.core.settings.agent import EngineAgentSettings
 from app.core.trust import TOP, Rung, Trust
 
 EngineKind = Literal["vllm", "sglang", "openai"]
-"""openai: any other server that speaks OpenAI's API."""
 USUAL_BLOCK_SIZE = 16
 """Tokens of a block, where an engine need not say how many."""
 
@@ -133,7 +132,6 @@ class EngineLoad:
     hit_rate: float | None = read_from(sglang=("sglang:cache_hit_rate",))
     """Share of recent prompt tokens whose KV was reused, 0-1."""
     kv_idle_before_evict_s: float | None = None
-    """Seconds that recently evicted blocks had gone unused."""
     idle_s: float | None = read_from(f"{IDLE_TIMES}_sum")
     idle_blocks: float | None = read_from(f"{IDLE_TIMES}_count")
     prompt_tokens: float | None = read_from("vllm:prompt_tokens_total")
@@ -142,14 +140,12 @@ class EngineLoad:
         "vllm:prefix_cache_hits_total",
         "vllm:gpu_prefix_cache_hits_total",
     )
-    """Prompt tokens whose KV was reused."""
     first_tokens: float | None = read_from("vllm:time_to_first_token_seconds_count")
     """Prompts that are computed, as far as `prompt_tokens` covers them."""
     generated_tokens: float | None = read_from("vllm:generation_tokens_total")
     finished_requests: float | None = read_from("vllm:request_success_total")
     # The next four are counted when a request ends.
     prefills: float | None = read_from("vllm:request_prefill_time_seconds_count")
-    """Prompts that the three sums below cover."""
     prefill_s: float | None = read_from("vllm:request_prefill_time_seconds_sum")
     """Seconds from the first step of a prompt to its first token, added up."""
     prefill_prompt_tokens: float | None = read_from("vllm:request_prompt_tokens_sum")
@@ -157,7 +153,6 @@ class EngineLoad:
     prefill_busy_s: float | None = None
     """Seconds in which prompts were computed, each second counted once."""
     busy_tokens: float | None = None
-    """Prompt tokens that were computed in `prefill_busy_s`."""
     inter_tokens: float | None = read_from(
         "vllm:inter_token_latency_seconds_count", "vllm:time_per_output_token_seconds_count"
     )
@@ -172,7 +167,6 @@ class EngineLoad:
     kv_transfers_failed: float | None = read_from("vllm:nixl_num_failed_transfers_total")
     kv_transfers: float | None = read_from("vllm:nixl_xfer_time_seconds_count")
     transfer_s: float | None = read_from("vllm:nixl_xfer_time_seconds_sum")
-    """Seconds that `kv_transfers` took, added up."""
     transferred_tokens: float | None = read_from(TRANSFERRED)
     """Prompt tokens whose KV `kv_transfers` brought."""
 

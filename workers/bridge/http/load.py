@@ -179,7 +179,6 @@ class LoadReader:
 
 
 def _since(before: EngineLoad, now: EngineLoad, count: str, total: str) -> tuple[float, float]:
-    """Returns the growth of both since the last reading, or since the engine started."""
     if (getattr(before, count) or 0.0) > (getattr(now, count) or 0.0):
         before = EngineLoad()
     grown = [

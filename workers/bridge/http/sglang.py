@@ -81,7 +81,6 @@ def _told(info: dict[str, Any], name: str) -> str:
 
 
 def _check(info: dict[str, Any], size: int | None) -> None:
-    """size: of a page, in tokens. Raises NotExact."""
     if info.get("disable_radix_cache"):
         raise NotExact(
             "SGLang caches no prefixes: start it without --disable-radix-cache", Trust.LOAD_ONLY
@@ -120,7 +119,6 @@ def _num_ranks(info: dict[str, Any]) -> int:
 def _sources(
     host: str, ranks: Iterable[int], info: dict[str, Any], given: EngineAgentSettings
 ) -> tuple[EventSource, ...]:
-    """Raises NotExact."""
     if given.events_endpoint:
         return overridden(ranks, host, given)
     config, events = _config(info), _events(info)

@@ -36,7 +36,6 @@ CONFIG = "vllm:cache_config_info"
 RUNNING = "vllm:num_requests_running"
 SPECULATIVE = "vllm:spec_decode_num_drafts_total"
 CONNECTED = "vllm:num_requests_kv_fetch_by_stage"
-"""Metric of an engine with a KV connector."""
 LOOKAHEAD_SINCE = (0, 33)
 """Version since which a block's hash covers the tokens after it that a drafter has read, unless
 there is a KV connector."""
@@ -128,7 +127,6 @@ def _number(said: _Said, *labels: str) -> int | None:
 
 
 def _check(said: _Said, size: int | None) -> None:
-    """size: of its blocks, in tokens. Raises NotExact."""
     if said.config.get("enable_prefix_caching") == "False":
         raise NotExact(
             "vLLM caches no prefixes: an encoder cannot, others do with --enable-prefix-caching",
