@@ -153,6 +153,14 @@ async def test_the_blocks_that_older_vllm_reports_belong_to_all_ranks():
     assert (facts.block_size, facts.capacity_tokens) == (32, 32_768 * 32 // 2)
 
 
+@pytest.mark.parametrize(("algorithm", "is_wrong"), [("sha256_cbor", False), ("xxhash", True)])
+async def test_hashes_that_a_client_can_forge_are_a_finding(algorithm, is_wrong):
+    told = b'prefix_caching_hash_algo="%s"'
+    changed = (told % b"sha256", told % algorithm.encode())
+    findings = (await facts_of(vllm_metrics(changed))).findings
+    assert ["--prefix-caching-hash-algo" in one for one in findings] == [True] * is_wrong
+
+
 async def test_flags_take_the_place_of_what_vllm_does_not_say():
     old = {"/version": {"version": "0.9.0"}}
     facts = await facts_of(
