@@ -1,5 +1,6 @@
 """The readings of a GPU. pynvml is real; the C library behind it is a stand-in."""
 
+import asyncio
 import logging
 import os
 import sys
@@ -63,10 +64,7 @@ def monitor(plug):
 
 
 async def until(monitor, readings):
-    async def latest():
-        return monitor.latest()
-
-    await eventually(latest, lambda seen: seen == readings)
+    await eventually(lambda: asyncio.sleep(0, monitor.latest()), lambda seen: seen == readings)
 
 
 def test_a_gpu_is_named_and_its_readings_are_converted(plug, monitor):

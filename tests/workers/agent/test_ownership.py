@@ -51,10 +51,6 @@ def abcd():
     return ownership
 
 
-def test_a_chain_is_published_from_the_root_outward(ownership):
-    assert drained(ownership, stored(A, B, C)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE)]
-
-
 def test_the_blocks_of_a_group_are_sent_together(ownership):
     """Two chains of 40 blocks, which differ after the 20th, are stored alternately."""
     left = [SequenceHash(1000 + i) for i in range(40)]
@@ -68,11 +64,6 @@ def test_the_blocks_of_a_group_are_sent_together(ownership):
     assert [leader for leader, _ in groupby(leaders)] == [1000, 1016, 1032, 2032]
     assert {c.block for c in changes if c.leader == 1016} == {*left[16:32], *right[20:32]}
     assert [c.tier for c in changes] == [DEVICE] * 60
-
-
-def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership):
-    blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
-    assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
 
 
 def test_a_drain_ends_once_it_has_enough_and_the_next_one_sends_removals_first(ownership):
@@ -160,35 +151,56 @@ def test_after_a_change_of_shards_blocks_are_audited_in_their_new_shard_only(abc
     ]
 
 
-def test_a_chain_may_continue_a_published_parent(ownership):
-    drained(ownership, stored(A, B))
-    assert drained(ownership, stored(C, D, parent=B)) == [(C, DEVICE), (D, DEVICE)]
+EXAMPLES = {
+    "a chain, from the root outward": "ABCD = ABCD",
+    "a chain that continues a published parent": "AB = AB | B>CD = CD",
+    "nothing new": "ABCD = ABCD | = | AB B>C =",
+    "a hole withdraws its descendants until it is filled": "ABCD = ABCD | -B = DCB:- | A>B = BCD",
+    "two holes must both be filled": "ABCD = ABCD | -AC = DCBA:- | B>C = | A = ABCD",
+    "a descendant removed while the hole is open": "ABCD = ABCD | -B = DCB:- | -D = | A>B = BC",
+    "the slowest tier on a path": "A A>B:h B>C C>D = A BCD:h | A>B = BCD",
+    "the fastest of the tiers that hold a block": "ABCD = ABCD | A>B:h A>B:d = | -B = DCB:h"
+    " | -B:h = DCB:d | -B:d = DCB:-",
+    "a removal from a tier that does not hold the block": "ABCD = ABCD | -B:h -E =",
+    "an offload moves a tail without withdrawing it": "ABCD = ABCD | B>CD:h -CD = DC:h",
+    "removals before stores": "ABCD = ABCD | A>E -D = D:- E",
+    "a slower root after, a faster one before": "ABCD = ABCD | A:h -A = DCBA:h | A = ABCD",
+    "a chain waits for a parent that is unknown": "B>CD = | A>B = | A = ABCD",
+    "a chain whose parent never comes": "B>CD -CD = | B = B",
+    "blocks stored again after clearing": "ABCD = ABCD | clear AB = DC:-",
+    "clearing an empty cache": "clear = | A clear =",
+}
+"""Steps, each with events and, behind the sign, changes. B>CD: C and D are stored after B; -CD:
+they are removed; h and d: host and disk. DC:-: D, then C, is withdrawn."""
+BLOCK_OF = dict(zip("ABCDE", (A, B, C, D, E), strict=True))
+TIER_OF = {"": DEVICE, "h": HOST, "d": DISK, "-": None}
 
 
-def test_nothing_is_sent_if_nothing_is_new(abcd):
-    assert drained(abcd) == []
-    assert drained(abcd, stored(A, B), stored(C, parent=B)) == []
+def event_of(word):
+    chain, _, tier = word.partition(":")
+    *parent, names = chain.lstrip("-").split(">")
+    if word == "clear":
+        return Cleared()
+    blocks = [BLOCK_OF[name] for name in names]
+    if word.startswith("-"):
+        return removed(*blocks, tier=TIER_OF[tier])
+    return stored(*blocks, parent=BLOCK_OF[parent[0]] if parent else None, tier=TIER_OF[tier])
 
 
-def test_a_hole_in_mid_chain_withdraws_its_descendants_from_the_leaves_inward(abcd):
-    assert drained(abcd, removed(B)) == [(D, None), (C, None), (B, None)]
+def changes_of(words):
+    pairs = [word.partition(":") for word in words.split()]
+    return [(BLOCK_OF[name], TIER_OF[tier]) for names, _, tier in pairs for name in names]
 
 
-def test_the_descendants_of_a_hole_are_published_again_when_it_is_filled(abcd):
-    drained(abcd, removed(B))
-    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
+@pytest.mark.parametrize("steps", EXAMPLES.values(), ids=EXAMPLES)
+def test_redis_is_sent_what_changes_in_the_right_order(ownership, steps):
+    for events, changes in (step.split("=") for step in steps.split("|")):
+        assert drained(ownership, *map(event_of, events.split())) == changes_of(changes)
 
 
-def test_two_holes_must_both_be_filled(abcd):
-    assert drained(abcd, removed(A, C)) == [(D, None), (C, None), (B, None), (A, None)]
-    assert drained(abcd, stored(C, parent=B)) == []
-    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
-
-
-def test_a_descendant_of_a_hole_may_be_removed_while_the_hole_is_open(abcd):
-    drained(abcd, removed(B))
-    assert drained(abcd, removed(D)) == []
-    assert drained(abcd, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE)]
+def test_groups_are_sent_from_the_root_outward_whatever_their_hashes(ownership):
+    blocks = [SequenceHash(n) for n in range(2 * GROUP_BLOCKS, 0, -1)]
+    assert drained(ownership, stored(*blocks)) == [(block, DEVICE) for block in blocks]
 
 
 def test_removing_a_root_withdraws_all_its_branches(ownership):
@@ -197,27 +209,6 @@ def test_removing_a_root_withdraws_all_its_branches(ownership):
     assert set(changes[:2]) == {(B, None), (C, None)}
     assert changes[2:] == [(A, None)]
     assert drained(ownership, removed(B), removed(C)) == []
-
-
-def test_a_block_is_published_in_the_slowest_tier_on_its_path(ownership):
-    events = [stored(A), stored(B, parent=A, tier=HOST), stored(C, parent=B), stored(D, parent=C)]
-    assert drained(ownership, *events) == [(A, DEVICE), (B, HOST), (C, HOST), (D, HOST)]
-    assert drained(ownership, stored(B, parent=A)) == [(B, DEVICE), (C, DEVICE), (D, DEVICE)]
-
-
-def test_the_fastest_of_several_tiers_that_hold_a_block_counts(abcd):
-    assert drained(abcd, stored(B, parent=A, tier=HOST), stored(B, parent=A, tier=DISK)) == []
-    assert drained(abcd, removed(B)) == [(D, HOST), (C, HOST), (B, HOST)]
-    assert drained(abcd, removed(B, tier=HOST)) == [(D, DISK), (C, DISK), (B, DISK)]
-    assert drained(abcd, removed(B, tier=DISK)) == [(D, None), (C, None), (B, None)]
-
-
-def test_removal_from_a_tier_that_does_not_hold_the_block_is_ignored(abcd):
-    assert drained(abcd, removed(B, tier=HOST), removed(E)) == []
-
-
-def test_an_offload_moves_a_tail_without_withdrawing_it(abcd):
-    assert drained(abcd, stored(C, D, parent=B, tier=HOST), removed(C, D)) == [(D, HOST), (C, HOST)]
 
 
 def test_a_block_stored_and_removed_while_waiting_costs_nothing(abcd):
@@ -236,47 +227,12 @@ def test_a_block_removed_and_stored_while_waiting_costs_nothing(abcd):
     assert drained(abcd) == []
 
 
-def test_removals_come_before_stores(abcd):
-    assert drained(abcd, stored(E, parent=A), removed(D)) == [(D, None), (E, DEVICE)]
-
-
-def test_a_slower_root_is_sent_after_its_leaves_and_a_faster_one_before_them(abcd):
-    assert drained(abcd, stored(A, tier=HOST), removed(A)) == [
-        (D, HOST),
-        (C, HOST),
-        (B, HOST),
-        (A, HOST),
-    ]
-    assert drained(abcd, stored(A)) == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
-
-
-def test_a_chain_whose_parent_is_unknown_waits_for_it(ownership):
-    assert drained(ownership, stored(C, D, parent=B)) == []
-    assert drained(ownership, stored(B, parent=A)) == []
-    changes = drained(ownership, stored(A))
-    assert changes == [(A, DEVICE), (B, DEVICE), (C, DEVICE), (D, DEVICE)]
-
-
-def test_a_chain_whose_parent_never_comes_leaves_nothing_behind(ownership):
-    assert drained(ownership, stored(C, D, parent=B), removed(C, D)) == []
-    assert drained(ownership, stored(B)) == [(B, DEVICE)]
-
-
 def test_clearing_withdraws_everything_from_the_leaves_inward(abcd):
     drained(abcd, stored(E, tier=HOST))
     changes = drained(abcd, Cleared())
     assert [block for block, _ in changes if block != E] == [D, C, B, A]
     assert {tier for _, tier in changes} == {None}
     assert len(changes) == 5
-
-
-def test_blocks_stored_again_after_clearing_are_not_sent(abcd):
-    assert drained(abcd, Cleared(), stored(A, B)) == [(D, None), (C, None)]
-
-
-def test_clearing_an_empty_cache_sends_nothing(ownership):
-    assert drained(ownership, Cleared()) == []
-    assert drained(ownership, stored(A), Cleared()) == []
 
 
 def test_after_forgetting_all_published_blocks_are_sent_again(abcd):

@@ -40,6 +40,11 @@ class Holder:
             for change in self.blocks.take(event):
                 self.cache.take(change)
 
+    def after(self, *events):
+        """What the engine reuses of CHAIN once it has sent these."""
+        self.take(*events)
+        return self.overlap()
+
     def overlap(self, chain=CHAIN):
         """What the engine reuses of it."""
         return self.cache.scan(chain).first(self.cache.reused(chain, len(chain), EVERY_BLOCK))

@@ -73,10 +73,7 @@ class Followed:
         await eventually(self.live, lambda seen: seen == sorted(live))
 
     async def until_state(self, state):
-        async def look():
-            return self.follower.state
-
-        await eventually(look, lambda seen: seen == state)
+        await eventually(lambda: asyncio.sleep(0, self.follower.state), lambda seen: seen == state)
 
     async def late_s(self):
         """As it last reported."""

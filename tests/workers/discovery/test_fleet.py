@@ -83,11 +83,7 @@ async def test_an_engine_that_leaves_ends_its_requests_first(redis, tmp_path):
         assert fleet.followers == {"1": follower}
         assert follower.state == "draining"
         a.faults = replace(a.faults, more_running=0)
-
-        async def followed():
-            return len(fleet.followers)
-
-        await eventually(followed, lambda number: number == 0)
+        await eventually(lambda: asyncio.sleep(0, len(fleet.followers)), lambda number: number == 0)
 
 
 async def acted_on(source, fleet, answer, times):
@@ -161,11 +157,7 @@ async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that
         await until_live(redis, "a")
         assert fleet.followers.keys() == {"1", "2"}
         source.tell({"1": both["1"]})
-
-        async def followed():
-            return {*fleet.followers}
-
-        await eventually(followed, lambda keys: keys == {"1"})
+        await eventually(lambda: asyncio.sleep(0, {*fleet.followers}), lambda keys: keys == {"1"})
 
 
 async def test_a_name_that_comes_back_is_another_worker_at_once(redis, tmp_path):

@@ -36,14 +36,10 @@ from workers.bridge.events.events import (
 
 
 def test_a_chain_is_rehashed_from_its_tokens(holder):
-    holder.take(stored([11, 12, 13]))
-    assert holder.overlap() == TierOverlap(device=3)
-    holder.take(stored([14], start=3, parent=13))
-    assert holder.overlap() == TierOverlap(device=4)
-    holder.take(BlockRemoved([14, 13]))
-    assert holder.overlap() == TierOverlap(device=2)
-    holder.take(AllBlocksCleared())
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(stored([11, 12, 13])) == TierOverlap(device=3)
+    assert holder.after(stored([14], start=3, parent=13)) == TierOverlap(device=4)
+    assert holder.after(BlockRemoved([14, 13])) == TierOverlap(device=2)
+    assert holder.after(AllBlocksCleared()) == TierOverlap()
 
 
 @pytest.mark.parametrize(
@@ -52,15 +48,13 @@ def test_a_chain_is_rehashed_from_its_tokens(holder):
 def test_a_hash_is_the_same_signed_unsigned_or_bytes(holder, as_stored, as_named):
     holder.take(stored([as_stored]), stored([7], start=1, parent=as_named))
     assert holder.overlap() == TierOverlap(device=2)
-    holder.take(BlockRemoved([as_named]))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved([as_named])) == TierOverlap()
 
 
 def test_an_engines_block_may_span_several_index_blocks(holder):
     holder.take(stored([11, 12], size=2 * SIZE), stored([13], start=2, parent=12, size=2 * SIZE))
     assert holder.overlap() == TierOverlap(device=6)
-    holder.take(BlockRemoved([12]))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.after(BlockRemoved([12])) == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +68,13 @@ def test_an_engines_block_may_span_several_index_blocks(holder):
     ],
 )
 def test_the_medium_determines_the_tier(holder, medium, expected):
-    holder.take(replace(stored([11]), medium=medium))
-    assert holder.overlap() == expected
-    holder.take(BlockRemoved([11], medium))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(replace(stored([11]), medium=medium)) == expected
+    assert holder.after(BlockRemoved([11], medium)) == TierOverlap()
 
 
 def test_events_in_a_medium_that_is_not_known_are_left_out_and_counted(holder):
     holder.take(stored([11]), replace(stored([12], start=1, parent=11), medium="tape"))
-    holder.take(BlockRemoved([11], "tape"))
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(BlockRemoved([11], "tape")) == TierOverlap(device=1)
     assert holder.blocks.num_unknown_media == 2
 
 
@@ -100,17 +91,14 @@ def test_wide_tokens_keep_chains_apart_and_are_removed_with_them(holder):
 
 def test_a_removal_that_says_how_many_copies_are_left_is_believed(holder):
     holder.take(stored([11]), stored([11]), stored([11]))
-    holder.take(BlockRemoved([11], remaining_copy_counts=[1]))
-    assert holder.overlap() == TierOverlap(device=1)
-    holder.take(BlockRemoved([11], remaining_copy_counts=[0]))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved([11], remaining_copy_counts=[1])) == TierOverlap(device=1)
+    assert holder.after(BlockRemoved([11], remaining_copy_counts=[0])) == TierOverlap()
 
 
 @pytest.mark.parametrize(("locality", "num_held"), [("LOCAL", 1), ("Remote", 0)])
 def test_remote_blocks_do_not_count_as_held_by_the_worker(holder, locality, num_held):
     holder.take(stored([11]), replace(announced([11], "STORAGE"), locality=locality))
-    holder.take(BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap(disk=num_held)
+    assert holder.after(BlockRemoved([11])) == TierOverlap(disk=num_held)
     holder.take(stored([11]), replace(stored([11]), medium="STORAGE", locality=locality))
     holder.take(BlockRemoved([11], "STORAGE", locality=locality), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(disk=num_held)
@@ -118,16 +106,14 @@ def test_remote_blocks_do_not_count_as_held_by_the_worker(holder, locality, num_
 
 def test_a_remote_removal_leaves_the_local_copy(holder):
     holder.take(replace(stored([11]), medium="STORAGE"))
-    holder.take(BlockRemoved([11], "STORAGE", locality="REMOTE"))
-    assert holder.overlap() == TierOverlap(disk=1)
+    assert holder.after(BlockRemoved([11], "STORAGE", locality="REMOTE")) == TierOverlap(disk=1)
 
 
 @pytest.mark.parametrize("offload_first", [False, True])
 def test_an_offload_is_matched_to_its_block_stored_earlier_or_later(holder, offload_first):
     events = [stored([11, 12]), announced([11, 12])]
     holder.take(*(reversed(events) if offload_first else events))
-    holder.take(BlockRemoved([11, 12]))
-    assert holder.overlap() == TierOverlap(host=2)
+    assert holder.after(BlockRemoved([11, 12])) == TierOverlap(host=2)
     assert not holder.blocks.is_blind
 
 
@@ -139,8 +125,7 @@ def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holde
     assert holder.overlap() == TierOverlap(host=2)
     holder.take(replace(stored([digests[2]], start=2, parent=digests[1]), medium="CPU"))
     assert holder.overlap() == TierOverlap(host=3)
-    holder.take(BlockRemoved(digests[:1], "CPU"))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved(digests[:1], "CPU")) == TierOverlap()
     holder.clock.now = 2 * pending.MAX_WAIT_S
     assert not holder.blocks.is_blind
 
@@ -163,43 +148,33 @@ def test_an_offload_may_be_announced_after_the_block_has_left_the_device(holder)
 def test_a_limited_number_of_blocks_held_nowhere_is_remembered(holder, monkeypatch):
     monkeypatch.setattr(blocks, "REMEMBERED", 2)
     holder.take(stored([11, 12, 13]), BlockRemoved([13, 12, 11]))
-    holder.take(announced([12]), announced([11]))
-    assert holder.overlap() == TierOverlap(host=2)
-    holder.take(announced([13]))
-    assert holder.overlap() == TierOverlap(host=2)
+    assert holder.after(announced([12]), announced([11])) == TierOverlap(host=2)
+    assert holder.after(announced([13])) == TierOverlap(host=2)
 
 
 def test_a_block_stored_twice_must_be_removed_twice(holder):
-    holder.take(stored([11]), stored([11]), BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap(device=1)
-    holder.take(BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap()
-    holder.take(BlockRemoved([11]), stored([11]))
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(stored([11]), stored([11]), BlockRemoved([11])) == TierOverlap(device=1)
+    assert holder.after(BlockRemoved([11])) == TierOverlap()
+    assert holder.after(BlockRemoved([11]), stored([11])) == TierOverlap(device=1)
 
 
 def test_a_block_of_an_engine_without_copies_is_removed_once(holder):
     holder.blocks = EngineBlocks(SIZE, announces_copies=False)
     holder.take(stored([11, 12]), stored([11]), announced([11]), announced([11]))
-    holder.take(BlockRemoved([12, 11]))
-    assert holder.overlap() == TierOverlap(host=1)
-    holder.take(BlockRemoved([11], "CPU"))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved([12, 11])) == TierOverlap(host=1)
+    assert holder.after(BlockRemoved([11], "CPU")) == TierOverlap()
 
 
 def test_each_group_is_counted_separately(holder):
     holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
     assert holder.overlap() == TierOverlap(device=1)
-    holder.take(BlockRemoved([11], group_idx=1))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved([11], group_idx=1)) == TierOverlap()
 
 
 def test_tokens_under_two_names_are_held_until_both_are_removed(holder):
-    holder.take(stored([11]), stored([21]), BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap(device=1)
-    holder.take(BlockRemoved([21]))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(stored([11]), stored([21]), BlockRemoved([11])) == TierOverlap(device=1)
+    assert holder.after(BlockRemoved([21])) == TierOverlap()
 
 
 def test_a_name_reused_for_other_tokens_drops_its_first_block(holder):
@@ -217,8 +192,7 @@ def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder):
     assert holder.overlap() == TierOverlap()
     holder.take(replace(announced([12]), group_idx=1), BlockRemoved([11], group_idx=1))
     assert holder.overlap() == TierOverlap()
-    holder.take(replace(stored([31]), kv_cache_spec_kind="mamba"))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(replace(stored([31]), kv_cache_spec_kind="mamba")) == TierOverlap()
 
 
 def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder):
@@ -231,18 +205,15 @@ def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder):
     holder.take(*offloads, whole, *offloads, window)
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], "CPU", group_idx=0))
     assert holder.overlap() == TierOverlap(host=1)
-    holder.take(BlockRemoved([11], "CPU", group_idx=0))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(BlockRemoved([11], "CPU", group_idx=0)) == TierOverlap()
 
 
 def test_of_several_groups_of_full_attention_the_first_counts(holder):
     whole = replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention")
     # All groups name a prefix by the same hash.
     large = replace(stored([12], size=2 * SIZE), group_idx=1, kv_cache_spec_kind="mla_attention")
-    holder.take(whole, large, replace(large, medium="CPU"))
-    assert holder.overlap() == TierOverlap(device=2)
-    holder.take(BlockRemoved([11, 12], group_idx=0))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(whole, large, replace(large, medium="CPU")) == TierOverlap(device=2)
+    assert holder.after(BlockRemoved([11, 12], group_idx=0)) == TierOverlap()
 
 
 def test_adapter_and_namespace_are_inherited_from_the_parent(holder):
@@ -265,8 +236,7 @@ def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder):
     assert holder.overlap() == TierOverlap()
     holder.take(replace(stored([21], start=0), lora_id=3, lora_name="sql"))
     assert holder.overlap(chain_of(TOKENS, "sql")) == TierOverlap(device=1)
-    holder.take(replace(stored([31]), lora_id=0))
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(replace(stored([31]), lora_id=0)) == TierOverlap(device=1)
     assert not holder.blocks.is_blind
 
 
@@ -365,11 +335,9 @@ def test_the_first_of_each_pair_of_tokens_counts(holder):
     ],
 )
 def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(holder, event):
-    holder.take(event)
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(event) == TierOverlap()
     more = replace(stored([12], 1, 11), lookahead_token_ids=[[7]])
-    holder.take(more)
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(more) == TierOverlap(device=1)
 
 
 def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_whole(holder):
@@ -382,16 +350,13 @@ def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_who
         replace(stored([21]), lookahead_token_ids=other),
     )
     assert holder.overlap() == TierOverlap(device=1)
-    holder.take(BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap()
-    holder.take(first)
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(BlockRemoved([11])) == TierOverlap()
+    assert holder.after(first) == TierOverlap(device=1)
 
 
 def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(holder):
     holder.blocks = EngineBlocks(SIZE, lookahead_blocks=1)
-    holder.take(stored([11, 12]))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.after(stored([11, 12])) == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize(
@@ -414,8 +379,7 @@ def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(hold
 def test_an_invalid_event_is_refused_and_changes_nothing(holder, event, message):
     with pytest.raises(InvalidRequest, match=f"^{message}"):
         holder.take(event)
-    holder.take(stored([11]), BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(stored([11]), BlockRemoved([11])) == TierOverlap()
 
 
 def test_a_clear_is_passed_on(holder):

@@ -34,8 +34,7 @@ def test_blocks_wait_for_their_parent_in_order(holder):
         stored([12], start=1, parent=11),
     )
     assert holder.overlap() == TierOverlap()
-    holder.take(stored([11]))
-    assert holder.overlap() == TierOverlap(device=3, host=1)
+    assert holder.after(stored([11])) == TierOverlap(device=3, host=1)
     holder.clock.now = 2 * pending.MAX_WAIT_S
     assert not holder.blocks.is_blind
 
@@ -65,8 +64,7 @@ def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder):
 def test_an_invalid_event_is_refused_at_once_instead_of_waiting(holder, bad):
     with pytest.raises(InvalidRequest):
         holder.take(bad)
-    holder.take(stored([11]))
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(stored([11])) == TierOverlap(device=1)
 
 
 def test_a_parent_missing_for_too_long_sets_is_blind(holder):
@@ -96,8 +94,7 @@ def test_an_offload_of_a_block_that_is_never_stored_does_not_set_is_blind(holder
     # What waits for the parent stays; offloads alone give way.
     holder.take(stored([22, 23], start=1, parent=21))
     assert (holder.blocks.num_left_out, holder.blocks.is_blind) == (2, False)
-    holder.take(stored([11]), BlockRemoved([11]))
-    assert holder.overlap() == TierOverlap(host=2)
+    assert holder.after(stored([11]), BlockRemoved([11])) == TierOverlap(host=2)
     holder.clock.now += pending.MAX_WAIT_S + 0.1
     assert holder.blocks.is_blind
 
@@ -143,5 +140,4 @@ def test_a_late_joiner_leaves_out_no_removal_of_a_block_that_may_yet_be_known(ho
     holder.clock.now += 0.1
     holder.take(stored([32], start=1, parent=31))
     assert holder.blocks.num_left_out == 3
-    holder.take(stored([11]), stored([12], start=1, parent=11))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.after(stored([11]), stored([12], start=1, parent=11)) == TierOverlap(device=2)

@@ -47,10 +47,7 @@ class Reader:
                 self.lives.append((item, []))
 
     async def until(self, is_so):
-        async def look():
-            return is_so()
-
-        await eventually(look)
+        await eventually(lambda: asyncio.sleep(0, is_so()))
 
 
 @asynccontextmanager

@@ -49,8 +49,7 @@ NAMES = [11, 12, 13, 14, 15, 16]
 @pytest.fixture
 def windowed(holder):
     """Holds six blocks in both groups."""
-    holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW))
-    assert holder.overlap() == TierOverlap(device=6)
+    assert holder.after(stored(NAMES, FULL), stored(NAMES, WINDOW)) == TierOverlap(device=6)
     return holder
 
 
@@ -65,55 +64,42 @@ def test_an_engine_without_windows_tells_of_no_ends(holder):
 
 
 def test_the_overlap_ends_where_the_window_group_lost_a_block_of_the_window(windowed):
-    windowed.take(removed(16, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=5)
+    assert windowed.after(removed(16, group=WINDOW)) == TierOverlap(device=5)
     windowed.take(removed(14, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=3), "15 alone is not a window"
-    windowed.take(removed(12, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=1)
+    assert windowed.after(removed(12, group=WINDOW)) == TierOverlap(device=1)
 
 
 def test_blocks_before_the_window_are_not_needed(windowed):
-    windowed.take(removed(11, 12, 13, 14, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=6)
-    windowed.take(removed(15, group=WINDOW))
-    assert windowed.overlap() == TierOverlap()
+    assert windowed.after(removed(11, 12, 13, 14, group=WINDOW)) == TierOverlap(device=6)
+    assert windowed.after(removed(15, group=WINDOW)) == TierOverlap()
 
 
 def test_what_is_stored_again_is_shown_again(windowed):
-    windowed.take(removed(12, 13, 14, 15, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=1)
-    windowed.take(stored([15], WINDOW, 14, start=4))
-    assert windowed.overlap() == TierOverlap(device=6)
+    assert windowed.after(removed(12, 13, 14, 15, group=WINDOW)) == TierOverlap(device=1)
+    assert windowed.after(stored([15], WINDOW, 14, start=4)) == TierOverlap(device=6)
     windowed.take(removed(13, group=FULL))
     assert windowed.overlap() == TierOverlap(device=1), "12 leads to nothing that can be reached"
-    windowed.take(stored([13], FULL, 12, start=2))
-    assert windowed.overlap() == TierOverlap(device=6)
+    assert windowed.after(stored([13], FULL, 12, start=2)) == TierOverlap(device=6)
 
 
 @pytest.mark.parametrize(("seen", "num_blocks"), [(2, 1), (SIZE + 1, 1), (SIZE + 2, 2), (None, 6)])
 def test_a_window_needs_the_blocks_that_hold_the_tokens_it_sees(holder, seen, num_blocks):
     holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW, seen=seen))
-    holder.take(removed(*NAMES[: 6 - num_blocks], group=WINDOW))
-    assert holder.overlap() == TierOverlap(device=6)
-    holder.take(removed(NAMES[6 - num_blocks], group=WINDOW))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(removed(*NAMES[: 6 - num_blocks], group=WINDOW)) == TierOverlap(device=6)
+    assert holder.after(removed(NAMES[6 - num_blocks], group=WINDOW)) == TierOverlap()
 
 
 def test_a_recurrent_state_is_needed_at_the_end_only(holder):
     states = replace(stored(NAMES[:4], WINDOW, kind="mamba"), block_hashes=[14])
-    holder.take(stored(NAMES, FULL), states)
-    assert holder.overlap() == TierOverlap(device=4)
-    holder.take(removed(14, group=WINDOW))
-    assert holder.overlap() == TierOverlap()
+    assert holder.after(stored(NAMES, FULL), states) == TierOverlap(device=4)
+    assert holder.after(removed(14, group=WINDOW)) == TierOverlap()
 
 
 @pytest.mark.parametrize("seen", [SEEN, SIZE])
 def test_each_group_with_a_window_has_to_hold_its_own(windowed, seen):
-    windowed.take(stored(NAMES[:3], OTHER, seen=seen))
-    assert windowed.overlap() == TierOverlap(device=3)
-    windowed.take(removed(13, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=2)
+    assert windowed.after(stored(NAMES[:3], OTHER, seen=seen)) == TierOverlap(device=3)
+    assert windowed.after(removed(13, group=WINDOW)) == TierOverlap(device=2)
 
 
 def test_a_copy_of_a_window_block_suffices(windowed):
@@ -126,15 +112,13 @@ def test_a_copy_of_a_window_block_suffices(windowed):
 def test_an_offloaded_window_block_suffices(windowed):
     windowed.take(replace(announced([16]), group_idx=WINDOW), removed(16, group=WINDOW))
     assert windowed.overlap() == TierOverlap(device=6)
-    windowed.take(BlockRemoved([16], "CPU", WINDOW))
-    assert windowed.overlap() == TierOverlap(device=5)
+    assert windowed.after(BlockRemoved([16], "CPU", WINDOW)) == TierOverlap(device=5)
 
 
 def test_only_the_tiers_of_the_group_that_counts_are_shown(windowed):
     windowed.take(replace(announced([11, 12, 16]), group_idx=FULL), removed(12, group=FULL))
     assert windowed.overlap() == TierOverlap(device=1, host=5)
-    windowed.take(BlockRemoved([11, 12, 16], "CPU", FULL))
-    assert windowed.overlap() == TierOverlap(device=1)
+    assert windowed.after(BlockRemoved([11, 12, 16], "CPU", FULL)) == TierOverlap(device=1)
 
 
 def test_remote_blocks_of_a_window_do_not_count(windowed):
@@ -144,32 +128,27 @@ def test_remote_blocks_of_a_window_do_not_count(windowed):
 
 
 def test_a_clear_forgets_what_windows_hold_but_not_what_they_need(windowed):
-    windowed.take(AllBlocksCleared(), stored(NAMES, FULL))
-    assert windowed.overlap() == TierOverlap()
-    windowed.take(stored(NAMES[:2], WINDOW))
-    assert windowed.overlap() == TierOverlap(device=2)
+    assert windowed.after(AllBlocksCleared(), stored(NAMES, FULL)) == TierOverlap()
+    assert windowed.after(stored(NAMES[:2], WINDOW)) == TierOverlap(device=2)
 
 
 @pytest.mark.parametrize("kind", ["chunked_local_attention", "cross_attention", "unknown"])
 def test_a_group_whose_needs_events_do_not_say_needs_all(holder, kind):
     holder.take(stored(NAMES, FULL), stored(NAMES[:4], WINDOW, kind=kind))
     assert holder.overlap() == TierOverlap(device=4)
-    holder.take(removed(12, group=WINDOW))
-    assert holder.overlap() == TierOverlap(device=1)
+    assert holder.after(removed(12, group=WINDOW)) == TierOverlap(device=1)
 
 
 def test_another_group_with_attention_over_the_whole_prefix_needs_all(holder):
     holder.take(stored(NAMES, FULL), stored(NAMES, WINDOW, kind="full_attention"))
     assert holder.overlap() == TierOverlap(device=6)
-    holder.take(removed(13, group=WINDOW))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.after(removed(13, group=WINDOW)) == TierOverlap(device=2)
     holder.take(stored([13], WINDOW, 12, start=2, kind="full_attention"))
     assert holder.overlap() == TierOverlap(device=6)
 
 
 def test_a_prompt_that_branches_off_between_two_ends_is_reused_up_to_the_first(windowed):
-    windowed.take(removed(13, 14, group=WINDOW))
-    assert windowed.overlap() == TierOverlap(device=6)
+    assert windowed.after(removed(13, 14, group=WINDOW)) == TierOverlap(device=6)
     for length, reused in ((5, 2), (4, 2), (3, 2), (2, 2), (1, 1)):
         branch = chain_of(TOKENS[: length * SIZE] + [7] * SIZE)
         assert windowed.overlap(branch) == TierOverlap(device=reused)
@@ -194,10 +173,8 @@ def test_where_events_leave_blocks_out_these_were_before_what_all_groups_have(ho
     masked = replace(stored(NAMES, WINDOW), block_hashes=[12, 15, 16])
     holder.take(*[large, masked][::order])
     assert holder.overlap() == TierOverlap(device=6), "15 and 16 are a window, 12 is none"
-    holder.take(removed(15, group=WINDOW))
-    assert holder.overlap() == TierOverlap()
-    holder.take(stored([11, 12], WINDOW))
-    assert holder.overlap() == TierOverlap(device=2)
+    assert holder.after(removed(15, group=WINDOW)) == TierOverlap()
+    assert holder.after(stored([11, 12], WINDOW)) == TierOverlap(device=2)
 
 
 Prompt = tuple[int, ...]
