@@ -1,17 +1,20 @@
 """Agents on a real Redis, what routers see of them, and faults between the two."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 from app.core import registration
 from app.core.errors import NamespaceMissing, RedisUnavailable
+from app.core.events import Stored
 from app.core.keys import Keyspace
 from app.core.loads import Reservation
-from app.core.types import SequenceHash, WorkerKey
+from app.core.types import SequenceHash, TierOverlap, WorkerKey
 from app.core.worker_report import ForwardPassMetrics, GpuReadings, Speed, WorkerInfo
 from app.state import leases, reservations
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
+from tests.fake_worker import running
 from workers.agent.agent import Agent, AgentSettings
 
 LATER = 1 << 53
@@ -38,6 +41,17 @@ def new_agent(redis, *, ttl_s=60.0, shards=1, runner=None, **changed):
         lambda: (MEASURED, LEARNED),
         lambda: READ,
     )
+
+
+@asynccontextmanager
+async def publishing(redis, observer, num=8, **options):
+    """An agent of which routers see so many blocks of CHAIN."""
+    async with running(new_agent(redis, **options)) as agent:
+        agent.notify([Stored(tuple(CHAIN[:num]), None)])
+        assert await agent.published()
+        held = TierOverlap(device=num)
+        await eventually(observer.overlaps, lambda o: o.get(agent.incarnation) == held)
+        yield agent
 
 
 class Observer:

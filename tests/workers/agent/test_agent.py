@@ -33,6 +33,7 @@ from tests.workers.agent.harness import (
     Observer,
     info,
     new_agent,
+    publishing,
 )
 from workers.agent.agent import Agent
 from workers.agent.publish import Publisher
@@ -127,9 +128,12 @@ async def test_an_unanswered_renewal_is_retried_at_once(redis, observer, monkeyp
             pauses.append(delay)
         await sleep(delay)
 
+    async def renewals():
+        return runner.num_renewals
+
     monkeypatch.setattr("workers.agent.agent.asyncio.sleep", noting)
     async with running(new_agent(redis, runner=runner)):
-        await eventually(lambda: asyncio.sleep(0, runner.num_renewals), lambda number: number >= 4)
+        await eventually(renewals, lambda number: number >= 4)
         assert await observer.live() == {1: "w0:0"}
     assert 0 < pauses[0] <= 0.1
     assert pauses[1] <= 0
@@ -251,9 +255,7 @@ async def test_a_drained_worker_is_not_back_in_service_after_redis_is_flushed(re
 
 
 async def test_the_index_is_restored_after_redis_is_flushed(redis, observer):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+    async with publishing(redis, observer):
         await redis.flushall()
         # The agent learns of it from its next renewal, not from an event.
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
@@ -267,9 +269,7 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(red
         infos = [registration.decode_info(t) for t in await redis.hvals(KEYS["workers"])]
         return {str(info.key): info.trust.value for info in infos}
 
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+    async with publishing(redis, observer, runner=runner):
         await eventually(trust, lambda found: found == {"w0:0": "exact"})
         runner.gate.clear()
         await redis.flushall()
@@ -290,18 +290,14 @@ async def test_a_worker_that_redis_lost_says_so_until_it_has_published_again(red
 async def test_the_next_batch_notices_that_redis_was_flushed(redis, observer, monkeypatch):
     for others in ("AUDIT_INTERVAL_S", "MAX_RENEWAL_S"):
         monkeypatch.setattr(f"workers.agent.agent.{others}", 3600.0)
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:6]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+    async with publishing(redis, observer, 6) as agent:
         await redis.flushall()
         agent.notify([Stored(tuple(CHAIN[6:]), CHAIN[5])])
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
 
 
 async def test_a_batch_that_redis_lost_leads_to_a_resync(redis, observer):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+    async with publishing(redis, observer, 4) as agent:
         await observer.reserve(Incarnation(1), "req-1")
         await redis.delete(*[key async for key in redis.scan_iter(match="*blocks:*")])
         await observer.lose_batches(1)
@@ -315,9 +311,7 @@ async def test_a_batch_that_redis_lost_leads_to_a_resync(redis, observer):
 async def test_an_incarnation_with_a_refused_batch_is_not_activated(redis, observer, monkeypatch):
     monkeypatch.setattr("workers.agent.agent.AUDIT_INTERVAL_S", 3600.0)
     runner = FaultyRunner(redis)
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await agent.published()
+    async with publishing(redis, observer, 4, runner=runner) as agent:
         runner.answers = [False, False]
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
         await eventually(observer.overlaps, lambda o: o == {3: TierOverlap(device=8)})
@@ -325,9 +319,7 @@ async def test_an_incarnation_with_a_refused_batch_is_not_activated(redis, obser
 
 async def test_a_resync_abandons_a_batch_that_is_still_under_way(redis, observer):
     runner = GatedRunner(redis, "apply")
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await agent.published()
+    async with publishing(redis, observer, 4, runner=runner) as agent:
         runner.gate.clear()
         runner.reached.clear()
         agent.notify([Stored(tuple(CHAIN[4:]), CHAIN[3])])
@@ -394,9 +386,7 @@ async def test_a_worker_whose_agent_stops_during_activation_is_no_longer_routed_
 async def test_the_index_is_restored_after_redis_restarts_empty(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
-        async with running(new_agent(redis)) as agent:
-            agent.notify([Stored(tuple(CHAIN[:6]), None)])
-            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+        async with publishing(redis, observer, 6) as agent:
             own_redis_server.kill()
             agent.notify([Stored(tuple(CHAIN[6:]), CHAIN[5]), Removed((CHAIN[7],))])
             own_redis_server.start()
@@ -481,9 +471,7 @@ async def test_an_agent_is_back_once_its_namespace_has_its_block_size_again(
 
 async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_blocks(redis, observer):
     await new_agent(redis, worker_id="other").start()
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        assert await agent.published()
+    async with publishing(redis, observer) as agent:
         agent.ill = "does not answer"
         await eventually(observer.live, lambda live: "w0:0" not in live.values())
         assert agent.is_out

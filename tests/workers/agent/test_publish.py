@@ -26,15 +26,14 @@ from tests.workers.agent.harness import (
     Observer,
     info,
     new_agent,
+    publishing,
 )
 from workers.agent.ownership import Ownership
 from workers.agent.publish import BATCH_BLOCKS, Publisher
 
 
 async def test_the_index_shows_what_the_engine_reported(redis, observer):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:6]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=6)})
+    async with publishing(redis, observer, 6) as agent:
         agent.notify(
             [
                 Stored((CHAIN[4], CHAIN[5]), CHAIN[3], Tier.HOST),
@@ -158,10 +157,7 @@ async def test_an_agent_that_retries_for_long_says_so_ever_more_rarely(own_redis
 async def test_events_during_an_outage_are_coalesced_and_published_after_it(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
-        async with running(new_agent(redis)) as agent:
-            agent.notify([Stored(tuple(CHAIN[:4]), None)])
-            await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
-            await agent.published()  # else the outage may interrupt the first batch
+        async with publishing(redis, observer, 4) as agent:
             with stopped(own_redis_server.pid):
                 agent.notify([Removed((CHAIN[3],))])
                 # Time for the agent to send this batch, so that further events have to wait.
@@ -184,9 +180,7 @@ def _frequent_audits(monkeypatch):
 
 @pytest.mark.usefixtures("_frequent_audits")
 async def test_blocks_deleted_from_the_index_are_published_again(redis, observer):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=8)})
+    async with publishing(redis, observer):
         bucket, block = SHARD[f"blocks:{CHAIN[0] >> 60:x}"], f"{CHAIN[3]:016x}"
         assert await redis.hdel(bucket, block) == 1
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
@@ -194,9 +188,7 @@ async def test_blocks_deleted_from_the_index_are_published_again(redis, observer
 
 @pytest.mark.usefixtures("_frequent_audits")
 async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(redis, observer):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN[:4]), None)])
-        await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4)})
+    async with publishing(redis, observer, 4):
         bucket = SHARD[f"blocks:{CHAIN[0] >> 60:x}"]
         await redis.hset(bucket, f"{CHAIN[4]:016x}", "1d")
         await redis.hset(bucket, "junk", "1d")
@@ -207,9 +199,7 @@ async def test_blocks_added_to_the_index_by_others_are_dropped_by_a_resync(redis
 async def test_a_shard_that_lost_the_incarnation_is_distinguished_from_one_that_lost_blocks(
     redis, observer, caplog
 ):
-    async with running(new_agent(redis)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.published()
+    async with publishing(redis, observer):
         await redis.delete(SHARD["applied"])
         await eventually(observer.overlaps, lambda o: o == {2: TierOverlap(device=8)})
     assert "incarnation 1: lost to shard 0; resyncing" in caplog.text
@@ -269,9 +259,7 @@ async def test_once_settled_redis_no_longer_shows_removed_blocks(redis, observer
 
 async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(redis, observer):
     runner = GatedRunner(redis, "apply")
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.published()
+    async with publishing(redis, observer, runner=runner) as agent:
         runner.gate.clear()
         runner.reached.clear()
         agent.notify([Removed(tuple(CHAIN[5:]))])
@@ -289,9 +277,7 @@ async def test_blocks_removed_during_a_batch_are_settled_with_the_next_batch(red
 async def test_settling_does_not_wait_for_an_unreachable_redis(own_redis_server):
     async with connect(own_redis_server.url) as redis:
         observer = Observer(redis)
-        async with running(new_agent(redis)) as agent:
-            agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.published()
+        async with publishing(redis, observer) as agent:
             own_redis_server.kill()
             for block in reversed(CHAIN[4:]):
                 agent.notify([Removed((block,))])
@@ -333,9 +319,7 @@ async def test_settling_waits_for_a_reachable_shard_while_another_is_unreachable
 
 async def test_a_resyncing_agent_settles_once_its_new_incarnation_is_active(redis, observer):
     runner = GatedRunner(redis, "activate")
-    async with running(new_agent(redis, runner=runner)) as agent:
-        agent.notify([Stored(tuple(CHAIN), None)])
-        await agent.published()
+    async with publishing(redis, observer, runner=runner) as agent:
         runner.gate.clear()
         runner.reached.clear()
         await observer.lose_batches(1)
@@ -354,9 +338,7 @@ async def test_a_redis_that_goes_away_amid_a_resync_is_not_waited_for_either(own
         observer = Observer(redis)
         runner = GatedRunner(redis, "register")
         runner.gate.set()
-        async with running(new_agent(redis, runner=runner)) as agent:
-            agent.notify([Stored(tuple(CHAIN), None)])
-            assert await agent.published()
+        async with publishing(redis, observer, runner=runner) as agent:
             runner.gate.clear()
             runner.reached.clear()
             await redis.flushall()

@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from app.core.limits import MAX_ENGINES
 from app.ops.worker_checks import findings as of_findings
 from app.state.connect import connect
@@ -18,52 +20,101 @@ from tests.workers.discovery.fleets import (
     until_live,
 )
 from workers.discovery import fleet as discovery
-from workers.discovery.engine import ANSWERS
+from workers.discovery.engine import ANSWERS, Absences
 from workers.discovery.fleet import FleetChange, plan
 
 A, B = engine("a", "http://a:1"), engine("b", "http://b:1")
 
 
-def test_an_engine_that_is_claimed_is_begun_with_unless_it_leaves():
-    assert plan({}, {"1": A, "2": replace(B, leaving=True), "3": B}, {"1"}) == FleetChange(
-        begin=("1",)
-    )
+LEAVES, ENDED = {"leaving": True}, {"leaving": True, "ended": True}
+MOVED, RENAMED = engine("a", "http://a:2"), engine("b", "http://a:1")
+PLANS = {
+    "claimed": (
+        *({}, {"1": A, "2": replace(B, **LEAVES), "3": B}, {"1"}),
+        FleetChange(begin=("1",)),
+    ),
+    "leaves without an agent": (
+        *({}, {"1": replace(A, **LEAVES), "2": replace(B, **ENDED)}, {"1", "2"}),
+        FleetChange(drain=("1",)),
+    ),
+    "leaves, and another has its name": (
+        *({}, {"1": replace(A, **LEAVES), "2": A}, {"1"}),
+        FleetChange(),
+    ),
+    "followed, too busy to be ready": (
+        {"1": A},
+        {"1": replace(A, ready=False)},
+        {"1"},
+        FleetChange(),
+    ),
+    "another process has claimed it": ({"1": A}, {"1": A}, set(), FleetChange(hand_over=("1",))),
+    "leaves, or changes": (
+        *(
+            {"1": A, "2": B},
+            {"1": replace(A, **LEAVES), "2": engine("b", "http://b:2")},
+            {"1", "2"},
+        ),
+        FleetChange(leave=("1", "2")),
+    ),
+    "ended": ({"1": A}, {"1": replace(A, **ENDED)}, {"1"}, FleetChange(drop=("1",))),
+    "another has its place": ({"1": A}, {"2": RENAMED}, set(), FleetChange(drop=("1",))),
+    "lacks": ({"1": A}, {"2": B}, set(), FleetChange(leave=("1",))),
+    "another has its name": ({"1": A}, {"2": MOVED}, {"2"}, FleetChange(drop=("1",))),
+    "alone with its name": ({}, {"2": MOVED}, {"2"}, FleetChange(begin=("2",))),
+}
 
 
-def test_an_engine_that_leaves_without_an_agent_is_drained():
-    leaving, ended = replace(A, leaving=True), replace(B, leaving=True, ended=True)
-    assert plan({}, {"1": leaving, "2": ended}, {"1", "2"}) == FleetChange(drain=("1",))
-    # Another has its name, by which it would be drained.
-    assert plan({}, {"1": leaving, "2": A}, {"1"}) == FleetChange()
+@pytest.mark.parametrize(("followed", "told", "claimed", "change"), PLANS.values(), ids=PLANS)
+def test_engines_begin_and_end_as_a_source_tells(followed, told, claimed, change):
+    assert plan(followed, told, claimed) == change
 
 
-def test_an_engine_that_is_followed_may_be_too_busy_to_be_ready():
-    told = {"1": replace(A, ready=False)}
-    assert plan({"1": A}, told, {"1"}) == FleetChange()
+BOTH = {"1": A, "2": B}
+ONE = {"1": BOTH["1"]}
+GONE_S = 60.0
 
 
-def test_an_engine_that_another_process_has_claimed_is_left_to_it():
-    assert plan({"1": A}, {"1": A}, set()) == FleetChange(hand_over=("1",))
+def noted(*answers):
+    """When each came after one of both, in seconds, and what it told of."""
+    absences = Absences(GONE_S)
+    absences.note(BOTH, 0.0)
+    for now, told in answers:
+        absences.note(told, now)
+    return absences
 
 
-def test_an_engine_that_leaves_or_that_changes_ends_well():
-    told = {"1": replace(A, leaving=True), "2": engine("b", "http://b:2")}
-    todo = plan({"1": A, "2": B}, told, {"1", "2"})
-    assert todo == FleetChange(leave=("1", "2"))
+def test_an_engine_is_gone_once_all_answers_have_lacked_it_for_long():
+    there = noted((0.0, ONE), (5.0, ONE), (GONE_S - 1.0, ONE))
+    assert there.lacking == {"2": replace(BOTH["2"], ready=False)}
+    assert not noted((0.0, ONE), (5.0, ONE), (GONE_S, ONE)).lacking
 
 
-def test_an_engine_that_ended_or_was_replaced_ends_at_once_and_one_that_lacks_ends_well():
-    assert plan({"1": A}, {"1": replace(A, leaving=True, ended=True)}, {"1"}) == FleetChange(
-        drop=("1",)
-    )
-    assert plan({"1": A}, {"2": engine("b", "http://a:1")}, set()) == FleetChange(drop=("1",))
-    assert plan({"1": A}, {"2": B}, set()) == FleetChange(leave=("1",))
+def test_an_answer_that_has_it_begins_the_count_anew():
+    assert noted((0.0, ONE), (5.0, BOTH), (10.0, ONE), (15.0, ONE), (GONE_S, ONE)).lacking
 
 
-def test_two_engines_of_one_name_are_not_followed_at_once():
-    told = {"2": engine("a", "http://a:2")}
-    assert plan({"1": A}, told, {"2"}) == FleetChange(drop=("1",))
-    assert plan({}, told, {"2"}) == FleetChange(begin=("2",))
+def test_a_few_answers_say_nothing_however_long_they_took():
+    assert ANSWERS == 3
+    assert noted((0.0, ONE), (1000.0, ONE)).lacking
+
+
+def test_an_answer_of_no_engine_says_nothing():
+    assert noted(*((now * 10.0, {}) for now in range(20))).lacking.keys() == {"1", "2"}
+    assert noted((0.0, ONE), (30.0, ONE), (GONE_S, {})).lacking.keys() == {"1", "2"}
+    assert noted((0.0, {}), (50.0, ONE), (55.0, ONE), (GONE_S, ONE)).lacking
+
+
+def test_an_engine_that_was_leaving_or_is_replaced_does_not_lack():
+    other = engine("b", "http://c:1")
+    assert not noted((0.0, ONE | {"3": other})).lacking
+    assert not noted((0.0, ONE | {"2": replace(BOTH["2"], leaving=True)}), (1.0, ONE)).lacking
+
+
+def test_an_engine_that_is_forgotten_does_not_lack():
+    absences = noted((0.0, ONE))
+    absences.forget("2")
+    absences.note(ONE, 1.0)
+    assert not absences.lacking
 
 
 async def test_an_engine_that_leaves_ends_its_requests_first(redis, tmp_path):
