@@ -44,13 +44,10 @@ STARTUP_S = 60.0
 BURSTS = 0.2
 """Share of the traffic that comes in bursts."""
 LINK_GBIT = 100.0
-"""At which KV leaves workers that have roles."""
 PEAK_TO_TROUGH = 4.0
 NOON_DIP = 0.3
-"""Of the peak."""
 BURST_S = 120.0
 BURST_SHAPE = 0.5
-"""Of the gamma distribution that the bursts' rates have."""
 
 Rates = NDArray[np.float64]
 
@@ -119,8 +116,6 @@ class ScalingVariant:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All but the policy and the choice of victims."""
-
     day: Trace
     hours: float
     setting: Setting

@@ -1,4 +1,4 @@
-"""What an agent beside a vLLM costs and how soon it is seen: from the bytes on the socket to Redis.
+"""An agent beside a vLLM: its cost, and its delay from the bytes on the socket to Redis.
 
     python -m loadtest.bench_bridge --json out/bench_bridge.json
 
@@ -63,7 +63,7 @@ def tokens_of(chain: int) -> list[int]:
 
 
 def names_of(chain: int) -> list[bytes]:
-    """What the engine calls the blocks: 32 bytes each, as with vLLM's sha256."""
+    """Returns the engine's names of the blocks: 32 bytes each, as with vLLM's sha256."""
     rng = np.random.default_rng((chain, 1))
     return [rng.bytes(32) for _ in range(CHAIN_BLOCKS)]
 
@@ -86,7 +86,7 @@ class Publisher:
     async def publish(
         self, batches: Sequence[BlockStored | BlockRemoved], per_s: float
     ) -> list[float]:
-        """So many blocks in a second at most; when each batch was sent."""
+        """Sends `per_s` blocks a second at most; returns when each batch was sent."""
         sent: list[float] = []
         due = time.perf_counter()
         for batch in batches:
@@ -99,15 +99,14 @@ class Publisher:
         return sent
 
     async def answer(self) -> None:
-        """Until cancelled: that there is nothing to be had again."""
         while True:
             asked = await self._replay.recv_multipart()
             await self._replay.send_multipart((asked[0], b"", b"", b"\xff" * 8, b""))
 
 
 def engine(to: Connection) -> None:
-    """In a process of its own: publish what `to` asks for, and answer with when each was sent, in
-    seconds on time.perf_counter."""
+    """Publishes, in a process of its own, what `to` asks for, and answers with when each was sent,
+    in seconds on time.perf_counter."""
 
     async def serve() -> None:
         publisher = Publisher()
@@ -133,7 +132,6 @@ def engine(to: Connection) -> None:
 
 
 def _app(events_port: int, replay_port: int) -> web.Application:
-    """What an agent asks of a vLLM without requests."""
     labels = 'engine="0",model_name="m"'
     shown = (
         f"process_start_time_seconds {time.time()}\n"
@@ -191,7 +189,7 @@ def running_engine() -> Iterator[Engine]:
 
 @asynccontextmanager
 async def running_rank(url: str, source: EventSource, blocks: int) -> AsyncIterator[Rank]:
-    """One that has heard from its engine that nothing is held yet. blocks: that it may hold."""
+    """A rank whose engine has said that nothing is held yet. blocks: that it may hold."""
     facts = EngineFacts(
         kind="vllm",
         version="",
@@ -264,8 +262,8 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 def watch(to: Connection, url: str, chains: Sequence[Sequence[SequenceHash]]) -> None:
-    """In a process of its own: send the times at which each chain's last block was seen, in seconds
-    on time.perf_counter, which counts alike in all processes."""
+    """Sends, from a process of its own, the times at which each chain's last block was seen, in
+    seconds on time.perf_counter, which counts alike in all processes."""
     shard = KEYS.of_shard(0)
     with Redis.from_url(url) as redis:
         bits = int(redis.hget(shard["shard"], "bucket_bits") or 0)

@@ -1,4 +1,4 @@
-"""What the front door costs beside a bare proxy, and what it adds to the first token.
+"""The front door's cost beside a bare proxy, and the delay that it adds to the first token.
 
     python -m loadtest.bench_door --json out/bench_door.json
 
@@ -128,8 +128,8 @@ def door_of(
 def compare(
     doors: Sequence[Door], shapes: Sequence[Shape], concurrency: int, requests: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """By shape: µs of CPU a request at the first door and at the second, and the median of how many
-    times the first's the second's is, round by round."""
+    """Returns by shape: µs of CPU a request at the first door and at the second, and the median of
+    how many times the first's the second's is, round by round."""
     for door in doors:
         for shape in shapes:
             run(until_serving(door.serving.port, shape))
@@ -287,7 +287,7 @@ async def register(url: str, engine_url: str) -> None:
 
 
 async def first_token_ms(port: int) -> list[float]:
-    """Of each of PACED_STREAMS streams that are open at once, begun one after the other."""
+    """Returns the delay of each of PACED_STREAMS streams open at once, begun one after another."""
     body = orjson.dumps(
         {"model": MODEL, "prompt": [1] * 64, "max_tokens": 16, "stream": True, "user": "paced"}
     )

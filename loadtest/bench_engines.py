@@ -1,4 +1,4 @@
-"""What cache-aware routing is worth on running engines: conversations through the front door.
+"""Cache-aware routing on running engines, beside round robin: conversations through the front door.
 
     python -m loadtest.bench_engines --engine-url http://127.0.0.1:8000 --engine-url http://127.0.0.1:8001
 
@@ -59,13 +59,13 @@ CONVERSATIONS = {
     "cpu": Conversations(50, 4, 4, 60, 60),
     "cuda": Conversations(128, 4, 32, 2_048, 768),
 }
-"""By what the engines compute on: the last prompts have hundreds of tokens, or some 6,000, of which
-32 at once come to 25 GB of KV of an 8B model."""
+"""Sizes by what the engines compute on: the last prompts have hundreds of tokens, or some 6,000, of
+which 32 at once come to 25 GB of KV of an 8B model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one request found. ttft_s: until the first word of the answer, seconds."""
+    """Figures of one request. ttft_s: until the first word of the answer, seconds."""
 
     ttft_s: float
     prompt_tokens: int
@@ -102,7 +102,6 @@ def agent_of(*flags: str, redis_url: str, namespace: str) -> Iterator[int]:
 def agent_beside(
     engine_url: str, redis_url: str, namespace: str, name: str
 ) -> AbstractContextManager[int]:
-    """The same of one engine, once it has registered."""
     flags = f"--engine-url={engine_url}", f"--worker-id={name}"
     return agent_of(*flags, redis_url=redis_url, namespace=namespace)
 
@@ -120,7 +119,6 @@ def _first_model(base_url: str) -> str:
 
 
 async def converse(base_url: str, model: str, asked: Conversations, seed: int) -> list[Turn]:
-    """All turns, of `at_once` conversations at a time."""
     rng = random.Random(seed)
     slots = asyncio.Semaphore(asked.at_once)
     turns: list[Turn] = []

@@ -131,7 +131,7 @@ class Caller:
 
 
 async def killed(url: str, kill: Callable[[], None]) -> dict[str, float]:
-    """What went wrong after `kill`: durations in seconds, and counts of decisions."""
+    """Returns what went wrong after `kill`: durations in seconds, and counts of decisions."""
     rng = np.random.default_rng(1)
     chains = [hashes(rng, CHAIN) for _ in range(CHAINS)]
     async with running_router(url, chains) as router:
@@ -165,7 +165,6 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
 
 
 def measure(cluster: bool, runs: int) -> list[dict[str, float]]:
-    """What `killed` finds, each time on fresh servers."""
     logging.disable(logging.WARNING)
     binary = redis_binary()
     if binary is None:

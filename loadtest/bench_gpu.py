@@ -1,4 +1,4 @@
-"""All that is to be measured on a GPU, within eight minutes, with one table last.
+"""The figures of a GPU, measured within eight minutes, with one table last.
 
     python -m loadtest.bench_gpu --json out/bench_gpu.json
 
@@ -61,7 +61,6 @@ PARTS = (
     ),
 )
 TERMINATE_S = 10.0
-"""So long a benchmark has to end what it started."""
 
 
 def measure(device: str, parts: Sequence[Part] = PARTS) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an index of a given size costs: lookups, changes, memory, the router's own time.
+"""The costs of an index of a given size: lookups, changes, memory, the router's own time.
 
     python -m loadtest.bench_index --json out/bench_index.json
 
@@ -206,7 +206,8 @@ async def change_us(redis: RedisClient, holders: Holders, repeats: int) -> dict[
 
 
 async def version(redis: RedisClient) -> str:
-    """What the server is; Valkey also reports the version of Redis that it is compatible with."""
+    """Returns the server's version; Valkey also reports the version of Redis that it is compatible
+    with."""
     info = await redis.info("server")
     valkey = info.get("valkey_version")
     return f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}"

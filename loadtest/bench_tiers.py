@@ -184,7 +184,7 @@ class Bench:
 
     @staticmethod
     def _in_host_memory(words: Tensor) -> Tensor:
-        """Where they are on the way between a device and the disk; the same memory on a CPU."""
+        """Returns their place between a device and the disk; on a CPU, the same memory."""
         if words.is_cpu:
             return words
         return torch.zeros(words.shape, dtype=words.dtype, pin_memory=True)

@@ -43,8 +43,8 @@ OUTPUT_TOKENS = 8
 GREEDY = Sampling(temperature=0.0)
 KINDS = "alone", "split", "fetch"
 POOL_PROMPTS = 4
-"""For which a pool has room: from the second round on, memory has been written to before. The first
-write to memory takes the machine longer than to bring the KV."""
+"""Prompts for which a pool has room: from the second round on, memory has been written to before.
+The first write to memory takes the machine longer than to bring the KV."""
 KEEP_S = 60.0
 
 Figures = dict[str, dict[str, float]]
@@ -137,7 +137,8 @@ async def measure(device: str, model: str | None, tokens: int | None, rounds: in
 
 
 async def measure_with(settings: WorkerSettings, tokens: int, rounds: int) -> Figures:
-    """Of each kind, the times of all rounds but the first, which finds torch itself cold."""
+    """Returns for each kind the times of all rounds but the first, which finds torch itself
+    cold."""
     chunk = settings.prefill_chunk
     assert chunk is not None
     taken: dict[str, list[TransferAnswer]] = {kind: [] for kind in KINDS}
@@ -191,7 +192,6 @@ def prompt_of(number: int, tokens: int) -> bytes:
 
 
 def settings_of(device: str, model: str | None, tokens: int) -> WorkerSettings:
-    """Of both workers, for prompts of so many tokens."""
     pool_tokens = POOL_PROMPTS * (tokens + SIZES[device].chunk_tokens)
     return torch_worker(device, model, pool_tokens, host="127.0.0.1", kv_transfer="kvroute")
 

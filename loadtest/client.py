@@ -80,14 +80,15 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Times in seconds since the same start.
+    """The outcome of one request. Times in seconds since the same start.
 
     first_token_s and end_s are None unless the answer came in full.
     """
 
     request_id: str
     arrival_s: float
-    """When it was due, not when the client got round to it: a slow client hides no waiting."""
+    """The time when it was due, not when the client got round to it: a slow client hides no
+    waiting."""
     sent_s: float
     prompt_tokens: int
     attempts: int
@@ -130,7 +131,6 @@ class Request:
 
     @property
     def came(self) -> dict[str, int]:
-        """What a release says of an answer that came in full."""
         assert self.usage is not None
         told = {"output_tokens": self.usage["completion_tokens"]}
         if self.first_token_s is not None:

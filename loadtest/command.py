@@ -1,4 +1,4 @@
-"""What the commands here have in common: how they end, and the files they write."""
+"""Parts that the commands here share: how they end, and the files they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reuse is worth on a real engine: a Llama with random weights, on a CPU or a GPU.
+"""The worth of reuse on a real engine: a Llama with random weights, on a CPU or a GPU.
 
 With one worker: the time to first token of prompts that share most of their tokens with one
 computed earlier, by the tier that holds the shared tokens, against prompts that share nothing.
@@ -36,7 +36,7 @@ TIERS = "device", "host", "disk"
 
 
 class DemoPrompts:
-    """For one worker: fresh ones, and ones that share tokens with one that it computed."""
+    """Prompts for one worker: fresh ones, and ones that share tokens with one that it computed."""
 
     def __init__(self, size: Size) -> None:
         self._size = size

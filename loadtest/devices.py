@@ -50,7 +50,8 @@ model_option = option(
 
 
 def torch_worker(device: str, model: str | None, pool_tokens: int, **more: Any) -> WorkerSettings:
-    """Of a torch worker on that device; on a CPU, it has one thread. more: of WorkerSettings."""
+    """Returns the settings of a torch worker on that device; on a CPU, it has one thread. more: of
+    WorkerSettings."""
     size = SIZES[device]
     return WorkerSettings(
         engine="torch",

@@ -36,7 +36,7 @@ class Api(StrEnum):
 
 
 class DoorClient(ClusterClient):
-    """As ClusterClient, for the first model of a cluster. Policies are its routers' own.
+    """A ClusterClient for the first model of a cluster. Policies are its routers' own.
 
     Outcomes name the worker where routers run with --show-decision; how long decisions took is
     nowhere said.

@@ -1,4 +1,4 @@
-"""What every experiment shares: rows, each played with several seeds, and a table of figures.
+"""The frame of every experiment: rows, each played with several seeds, and a table of figures.
 
 main = experiment(rows, columns, option("--workers", 8))
 """
@@ -24,19 +24,20 @@ Figures = Mapping[str, Any]
 Play = Callable[[int], Figures]
 """The figures of a row with a seed."""
 Rows = Mapping[str, Mapping[str, Play]]
-"""By the title of a table and by name; a name may have several cells, as SEPARATOR parts them."""
+"""Plays by the title of a table and by name; a name may have several cells, as SEPARATOR parts
+them."""
 Columns = Sequence[tuple[str, str, str]]
-"""Of each column its head, its figure, and how that is written, as for str.format."""
+"""Head of each column, its figure, and how that is written, as for str.format."""
 SEPARATOR = " | "
 MOST_REFUSED = 0.001
-"""Where more was refused, what was answered says nothing: the refused would have waited longest."""
+"""Largest share refused: beyond it figures say nothing, as the refused would have waited
+longest."""
 SLO_TTFT_S = 2.0
 SLO_PREFILLS = 1.5
 SLO_TOKEN_S = 0.1
 """The first token within SLO_TTFT_S and SLO_PREFILLS times the prompt's own prefill; SLO_TOKEN_S
 for each further one."""
 _rows: Rows
-"""What the processes play. Inherited, because sending a trace takes long."""
 
 
 def experiment(

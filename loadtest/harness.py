@@ -1,4 +1,4 @@
-"""What every bench shares: its command, rounds in turn, medians, and tables.
+"""The frame of every bench: its command, rounds in turn, medians, and tables.
 
 A bench is a `measure` that returns figures and a `show` that prints them:
 
@@ -51,7 +51,7 @@ def bench(
 
 
 def in_turn(ways: Mapping[C, Callable[[], T]], rounds: int) -> dict[C, list[T]]:
-    """What each way comes to in each round; one round more comes first, to warm up.
+    """Returns the result of each way in each round; one round more comes first, to warm up.
 
     Every second round is backwards, so that no way always follows the same one.
     """
@@ -72,7 +72,6 @@ def medians(rounds: Sequence[Any]) -> Any:
 
 
 def percentiles(values: Sequence[float], *of: int) -> dict[str, float]:
-    """By name: p50 and so on."""
     return {f"p{q}": float(np.percentile(values, q)) for q in of}
 
 

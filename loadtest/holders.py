@@ -19,7 +19,6 @@ from app.state.scripts import Call, ScriptRunner
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 25_000
-"""Of each worker's pool."""
 NONCE = "bench"
 LEASE_TTL_MS = 3_600_000
 BATCH = 64

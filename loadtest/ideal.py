@@ -1,4 +1,4 @@
-"""What placement can hope for: each request alone, on one worker with the memory of all.
+"""The bound that placement can hope for: each request alone, on one worker with the memory of all.
 
 Nothing queues, nothing shares a batch, and no block lies on the wrong worker. It is a yardstick, no
 proof: another order of eviction might keep more of what will be asked for.

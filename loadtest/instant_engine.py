@@ -96,7 +96,6 @@ class _Engine(asyncio.Protocol):
         self._transport.write(head % len(body) + body)
 
     async def _tokenize(self, body: bytes) -> None:
-        """As a door asks now and then, to compare."""
         assert self._renderer is not None
         asked = orjson.loads(body)
         if "messages" in asked:

@@ -90,7 +90,7 @@ def random_tokens(count: int, rng: random.Random) -> Tokens:
 
 
 def system_prompts() -> list[Tokens]:
-    """The same in every process and run, so that caches may hold them."""
+    """Returns equal prompts in every process and run, so that caches may hold them."""
     rng = random.Random(0)
     return [
         random_tokens(rng.randint(*SYSTEM_PROMPT_TOKENS), rng) for _ in range(NUM_SYSTEM_PROMPTS)
@@ -144,7 +144,8 @@ class Conversation(FastHttpUser):
         request: Callable[[bool], ResponseContextManager],
         use: Callable[[ResponseContextManager], Any] = lambda response: response,
     ) -> Any:
-        """What `use` makes of a router's answer; the router is asked again after one of REPEATED.
+        """Returns what `use` makes of a router's answer; the router is asked again after one of
+        REPEATED.
 
         request: makes one try; its argument says whether there was one before. Only the last one
         counts as failed.

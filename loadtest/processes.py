@@ -46,7 +46,7 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 
 def received(connection: Connection) -> Any:
-    """What another process has sent. Raises TimeoutError."""
+    """Returns what another process has sent. Raises TimeoutError."""
     if not connection.poll(ANSWER_TIMEOUT_S):
         raise TimeoutError(f"another process said nothing for {ANSWER_TIMEOUT_S:g} s")
     return connection.recv()

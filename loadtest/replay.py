@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from loadtest.command import Console
 
 DEADLINE_S = 600.0
-"""For each request, in engine seconds."""
 
 
 CLIENTS = {Api.KVROUTE: ClusterClient, Api.OPENAI: DoorClient}

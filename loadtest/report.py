@@ -28,8 +28,9 @@ class PolicyRun:
     warmup: float
     """Share of the requests, the first ones, that the figures leave out: caches start empty."""
     outcomes: tuple[Outcome, ...]
-    """In order of arrival. Times are engine seconds (wall x speedup) from the start of the replay,
-    except decision_s, in wall seconds: workers run faster than real time, routers do not."""
+    """Outcomes in order of arrival. Times are engine seconds (wall x speedup) from the start of the
+    replay, except decision_s, in wall seconds: workers run faster than real time, routers do
+    not."""
     workers: tuple[str, ...] = ()
     """Names of the workers that were live at the start."""
     held_back: int = 0
@@ -52,7 +53,6 @@ class PolicySummary:
     requests: int
     failed: int
     failures: dict[str, int]
-    """By kind of failure."""
     warmup_requests: int
     hit_rate: float | None
     """Cached tokens over prompt tokens, 0-1."""
@@ -62,7 +62,6 @@ class PolicySummary:
     ttft_p99_s: float | None
     request_mean_s: float | None
     requests_per_worker: dict[str, int]
-    """By name, including workers that got none."""
     balance: float | None
     """Requests of the busiest worker over the mean of all; 1 is even."""
     decision_p50_ms: float | None
@@ -107,7 +106,7 @@ ROWS = (
 )
 
 LATE_SHARE = 0.25
-"""Of the mean TTFT, which includes the client's own delay. Past it, figures reflect the machine."""
+"""Share of the mean TTFT by which the client may be late. Past it, figures reflect the machine."""
 LATE_TEXT = "The client itself was late ({}): this machine is too busy for these figures to count."
 FAILED_TEXT = "Requests failed ({}): times and tokens from cache are those of the others only."
 

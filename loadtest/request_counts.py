@@ -1,4 +1,4 @@
-"""What one warm request calls and makes in a replica: counts, which no busy machine changes."""
+"""Calls of one warm request in a replica: counts, which no busy machine changes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from app.state.scripts import Call
 from loadtest.servers import Shape
 
 START_S = 1.0
-"""For which a replica reads what workers there are."""
 AFTER_S = 0.2
-"""After an answer, in which its records and reports come to their ends."""
+"""Seconds after an answer, in which its records and reports come to their ends."""
 WINDOWS = 8
 WARM_UP = 12
 _OURS = str(Path(app.__file__).parent)
 _FOR_REQUESTS = ("decisions", "predictions", "records")
-"""What is supervised and works for requests: all else goes on beside them, and is not counted."""
+"""Supervised tasks that work for requests: all others go on beside them, and are not counted."""
 _INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 """Parts of functions."""
 _IS_RESUMED = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -93,7 +92,7 @@ def _profiler(window: Window) -> Callable[[FrameType, str, Any], None]:
 
 
 def _ask(connection: HTTPConnection, request: bytes) -> None:
-    """In a thread, of which nothing is counted. Raises ValueError unless the answer has status
+    """Asks in a thread, of which nothing is counted. Raises ValueError unless the answer has status
     200."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
@@ -121,7 +120,7 @@ async def _window(connection: HTTPConnection, request: bytes) -> Window:
 
 
 def _counts(windows: Sequence[Window]) -> dict[str, Any]:
-    """What each window has: what comes now and then is none of the request's."""
+    """Returns what each window has: what comes now and then is none of the request's."""
     least = {what: min(window[what] for window in windows) for what in windows[0]}
     called = {code: n for code, n in least.items() if isinstance(code, CodeType) and n}
     return {
@@ -170,9 +169,9 @@ async def _counted(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[st
 
 
 def counts_of(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """By shape: functions of the application that a request calls, the files that they are in, how
-    many calls that is, and of these coroutines; tasks, futures and timers that it makes; round
-    trips to Redis, and commands that it is sent. called: which functions, and how often each.
+    """Returns by shape: functions of the application that a request calls, the files that they are
+    in, how many calls that is, and of these coroutines; tasks, futures and timers that it makes;
+    round trips to Redis, and commands that it is sent. called: which functions, and how often each.
     packages: calls by package."""
     with asyncio.Runner(loop_factory=_CountingLoop) as runner:
         return runner.run(_counted(settings, shapes))

@@ -37,12 +37,11 @@ from loadtest.virtual import Simulation, TracePrompts
 
 SAMPLE_S = 1.0
 DECISIONS_KEPT = 8192
-"""As a router keeps by default."""
 PROPOSALS_KEPT = 64
 HALF_LIVES = 4
 """Prompts asked longer ago than so many say next to nothing of what a cache is worth."""
 REMEMBERED_S = 1800.0
-"""For so long at most it counts what a worker that left would have spared."""
+"""Seconds for which it counts at most what a worker that left would have spared."""
 PHASES = {
     Status.STARTING: Phase.PENDING,
     Status.LIVE: Phase.LIVE,
@@ -75,14 +74,11 @@ class Scaling:
 
 @dataclass(slots=True)
 class PlayedTrace:
-    """What came of it."""
-
     outcomes: list[Outcome] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     worker_s: float = 0.0
     """Seconds for which workers had their hardware, added up."""
     recomputed_s: float = 0.0
-    """Of prefill that workers which had left would have spared."""
 
 
 @dataclass(slots=True)
@@ -233,7 +229,6 @@ class Scaled:
 
     @property
     def _speed(self) -> Speed:
-        """Of the first live worker; all are alike."""
         live = (w for w in self._fleet.workers if w.status is Status.LIVE)
         return next((worker.speed for worker in live), DEFAULT_SPEED)
 

@@ -56,7 +56,6 @@ def offered(trace: Trace, load: float) -> Trace:
 
 
 def warm(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Those that figures are made of."""
     return outcomes[int(len(outcomes) * WARMUP) :]
 
 

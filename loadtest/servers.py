@@ -27,7 +27,6 @@ from app.state.connect import connect
 from loadtest.processes import CORES, cpu_s
 
 NUM_PROMPTS = 64
-"""In each shape."""
 
 # A log line for each attempt, while a server starts, would clutter the figures.
 stamina.instrumentation.set_on_retry_hooks(())
@@ -44,7 +43,8 @@ class Shape:
     path: str = "/v1/route"
 
     def request(self, turn: int, name: int) -> bytes:
-        """As bytes of HTTP. turn: which of the bodies, over and over. name: of the balancer's."""
+        """Returns the bytes of HTTP. turn: which of the bodies, over and over. name: of the
+        balancer's."""
         body = self.bodies[turn % len(self.bodies)]
         return (
             b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: %s\r\nX-Request-ID: r%d\r\n"
@@ -170,7 +170,7 @@ async def until_serving(port: int, shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What a run of requests took: seconds for each and for all; CPU seconds of the servers, of
+    """The cost of a run of requests: seconds for each and for all; CPU seconds of the servers, of
     Redis and of the client; the seconds that Redis spent in scripts; the commands that Redis ran,
     also in scripts; and the bytes that Redis read and wrote."""
 
@@ -229,7 +229,8 @@ async def load(
 
 
 def names(connection: int, connections: int) -> Iterator[int]:
-    """Those of one connection, over and over: of all together NUM_PROMPTS, or one of each."""
+    """Yields the names of one connection, over and over: of all together NUM_PROMPTS, or one of
+    each."""
     return cycle(range(connection, max(NUM_PROMPTS, connections), connections))
 
 

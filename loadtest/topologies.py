@@ -58,7 +58,6 @@ class ClusterServers:
         ]
         self.masters = self.servers[:NUM_SHARDS]
         self.replicas = self.servers[NUM_SHARDS:]
-        """In the order of their masters."""
 
     @property
     def url(self) -> str:

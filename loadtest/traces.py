@@ -81,7 +81,6 @@ class Session:
     """Requests played one after another, each after the answer to the one before."""
 
     start_s: float
-    """When the first turn arrives, from the start of the trace."""
     turns: tuple[TraceRequest, ...]
 
 
@@ -89,7 +88,6 @@ class Session:
 class Trace:
     name: str
     sessions: tuple[Session, ...]
-    """By start. An open-loop trace has one session per request."""
 
     @property
     def num_requests(self) -> int:
@@ -97,7 +95,8 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """As if another session followed the last one after the mean gap between sessions."""
+        """Seconds as if another session followed the last one after the mean gap between
+        sessions."""
         last_s, number = self.sessions[-1].start_s, len(self.sessions)
         return last_s * number / max(1, number - 1) or 1.0
 
@@ -214,7 +213,6 @@ class _Record:
         return str(value)
 
     def timestamp_ms(self) -> int:
-        """From the start of the trace."""
         return self.number("timestamp", at_most=MAX_TIMESTAMP_MS)
 
     def block_ids(self, field: str) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ BLOCK_TOKENS = 256
 SPAN_S = 1800.0
 MOST_TURNS = 40
 APART = 50_000_000
-"""Between the blocks of two kinds of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,6 @@ class Sessions:
     first_block: int = 0
 
     def made(self) -> Iterator[tuple[float, list[dict[str, Any]]]]:
-        """When each begins, and its turns."""
         rng = np.random.default_rng(self.seed)
         shared = [self.first_block + block for block in range(self.shared_blocks)]
         block = self.first_block + 10_000

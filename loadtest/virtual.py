@@ -18,8 +18,8 @@ from loadtest.client import FailureKind, Outcome
 from loadtest.traces import BIN_MS, Session, Trace, TraceRequest
 
 DRIFT_S = 60.0
-"""From one random shift of arrivals to the next; between them it changes evenly, so that what
-arrives together stays together."""
+"""Seconds from one random shift of arrivals to the next; between them it changes evenly, so that
+what arrives together stays together."""
 FAILURES = {
     SimLoss.FULL: FailureKind.FULL,
     SimLoss.NO_WORKERS: FailureKind.UNAVAILABLE,
@@ -50,7 +50,6 @@ class Simulation:
         self.fleet = SimFleet(policy, setting)
         self.outcomes: list[Outcome] = []
         self.kinds: Counter[TransferKind] = Counter()
-        """Of the requests that were answered."""
         self.on_answer: Callable[[SimAnswer], None] | None = None
         self._prompts = prompts or TracePrompts(setting.block_size)
 

@@ -5,7 +5,7 @@ import random
 
 TIMES = 80
 STEPS = 5_000
-"""Of the loop, at most, before a task is cancelled. Of few there are as many as of many."""
+"""Most steps of the loop before a task is cancelled; few are drawn as often as many."""
 PATIENCE_S = 60.0
 
 

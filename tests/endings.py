@@ -1,4 +1,4 @@
-"""What is recorded of how requests ended, in either of the two streams."""
+"""Recorded endings of requests, in either of the two streams."""
 
 from app.state import decisions
 

@@ -4,7 +4,7 @@ import asyncio
 
 FIRST_PAUSE_S = 0.01
 MAX_PAUSE_S = 0.05
-"""Who waits for a process to start looks often enough, and leaves it the machine."""
+"""Seconds between looks: often enough for who waits, and a starting process has the machine."""
 
 
 async def eventually(look, until=bool, *, within_s=60.0):

@@ -61,7 +61,6 @@ class StandIn:
         self.initialised = 0
         self.calls = []
         self.answering = Event()
-        """While it is not set, any call about a GPU hangs."""
         self.answering.set()
         self.num_hanging = 0
         for name, argtypes in SIGNATURES.items():

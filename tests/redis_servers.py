@@ -78,7 +78,6 @@ def each_kind(*quick):
 
 
 def require_redis(kind):
-    """Like `installed`, but calls `skip_or_fail` if there is none that could be installed."""
     found = installed(kind)
     if found is None:
         if kind == OLDEST_KIND and sys.version_info >= (3, 13):
@@ -94,7 +93,6 @@ def default_kind():
 
 @contextmanager
 def stopped(pid):
-    """Within this context, the server accepts connections but answers nothing."""
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Which package may import which. Real modules are imported in fresh processes."""
+"""Boundaries between packages. Real modules are imported in fresh processes."""
 
 from __future__ import annotations
 
@@ -94,11 +94,9 @@ ROOMS = frozenset(
         "gateway",
     )
 )
-"""All of app but `app.cli`, which imports them when a subcommand is called."""
 
 
 def beyond(*rooms):
-    """All that is ours, but for these parts of `app`."""
     return TESTS | {"workers"} | (ROOMS - {f"app.{room}" for room in rooms})
 
 

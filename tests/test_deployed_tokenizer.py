@@ -97,7 +97,6 @@ def test_what_cannot_be_downloaded_is_named(tmp_path, folder, token, why):
 
 
 def _routers():
-    """Of pods of routers as the chart makes them."""
     for document in yaml.safe_load_all(golden("split").read_text()):
         if (document["kind"], document["metadata"]["name"]) == ("Deployment", "kvroute-router"):
             return dict(document["spec"]["template"]["spec"])
@@ -105,7 +104,7 @@ def _routers():
 
 
 def _examples():
-    """Of each: the environment of its routers, their volumes, and the model of its engines."""
+    """Returns for each the environment of its routers, their volumes, and its engines' model."""
     compose = yaml.safe_load((DEPLOY / "vllm.compose.yaml").read_text())["services"]
     [model] = [arg for arg in compose["vllm"]["command"] if arg.startswith("--model=")]
     router = compose["router"]

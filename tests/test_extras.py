@@ -43,7 +43,8 @@ class Import:
 
 @dataclass(slots=True)
 class Reached:
-    """All imports that begin at some module of ours. packages: of others, with who imports them."""
+    """Returns all imports that begin at some module of ours. packages: of others, with who imports
+    them."""
 
     root: Path
     modules: set[Import] = field(default_factory=set)
@@ -146,7 +147,6 @@ def installed_with(extra):
 
 
 def missing(reached):
-    """What would be a traceback."""
     return sorted(
         f"{importer} imports {package.module} with {sorted(package.extras) or 'nothing'} installed"
         for package, importer in reached.packages.items()
@@ -194,7 +194,6 @@ def test_each_image_has_the_extras_of_its_command():
 
 
 def test_all_of_the_package_belongs_to_a_command(commands):
-    """So that nothing is left out of the test above."""
     reached = {found.module for found in commands.modules}
     files = [path for part in ("app", "workers") for path in (ROOT / part).rglob("*.py")]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}

@@ -1,4 +1,5 @@
-"""What is carried to a bare machine with a GPU, and what `./run` says where it cannot run there."""
+"""The bundle that is carried to a bare machine with a GPU, and what `./run` says where it cannot
+run there."""
 
 import os
 import subprocess
@@ -17,7 +18,6 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What pip is asked for. It would take minutes, and a network."""
     calls = []
 
     def pip(*arguments):
@@ -77,7 +77,6 @@ def test_a_folder_that_is_too_large_is_no_success(asked, tmp_path, monkeypatch):
 
 
 def run(folder, python=sys.executable, **more):
-    """What `./run` says as it refuses."""
     ended = subprocess.run(
         [folder / "run"],
         env=os.environ | {"PYTHON": str(python)} | more,

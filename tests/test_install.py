@@ -1,4 +1,4 @@
-"""What is installed with which extra, and what the wheel has in it."""
+"""Packages that each extra installs, and the contents of the wheel."""
 
 import os
 import re
@@ -125,7 +125,6 @@ class Installed:
         return str(self.folder / "bin" / name)
 
     def said(self, *arguments, program="kvroute", status=0, **variables):
-        """What a program that ends by itself wrote."""
         done = subprocess.run(
             [self.program(program), *arguments],
             cwd=self.folder,
@@ -247,7 +246,6 @@ async def test_the_extra_of_workers_starts_engines_agents_and_clusters(
 
 @installs
 async def test_the_extra_of_torch_computes_an_answer(wheel, tmp_path, own_redis_server):
-    """With this Python alone: for another, pip may download gigabytes of CUDA."""
     installed = Installed(Path(sys.executable), wheel, tmp_path / "torch", "torch")
     redis = f"--redis-url={own_redis_server.url}"
     with (

@@ -26,7 +26,6 @@ ROWS = {
 LISTEN = re.compile(
     r"(?<!def )\b(?:listen|_bind|bind|create_server|start_server|add_insecure_port)\("
 )
-"""What opens a port."""
 OPENED = {
     "app/cli.py": "router",
     "app/gateway/processor.py": "picker, gateways",
@@ -40,7 +39,6 @@ OPENED = {
 """Modules that open a port, and a row that says of it."""
 DEPLOYED = {6379, 8000, 8080, 8081, 8082, 8083, 9002}
 OUTWARD = {53, 443, 6443}
-"""Where pods may connect to, besides: names, and Kubernetes' own API."""
 
 
 def test_every_module_that_opens_a_port_has_a_row():

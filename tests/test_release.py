@@ -114,7 +114,6 @@ def test_without_a_tag_there_is_no_release(tagged):
 
 
 def stage(target):
-    """What the Dockerfile says of an image."""
     return DOCKERFILE.split(f"AS {target}\n")[1].split("\nFROM ")[0]
 
 
@@ -133,7 +132,6 @@ def image(request):
 
 @contextmanager
 def running(installed, image, **variables):
-    """What the image starts, with its variables."""
     [command] = re.findall(r"^CMD (.*)$", stage(image), re.MULTILINE)
     program, *arguments = json.loads(command)
     assert program == "kvroute"

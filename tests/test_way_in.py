@@ -1,4 +1,4 @@
-"""What a newcomer's first commands say where something is in the way."""
+"""A newcomer's first commands where something is in the way."""
 
 import asyncio
 import re
@@ -62,7 +62,6 @@ def test_an_engine_that_is_named_twice_is_one():
 
 
 def started(*engines):
-    """What `kvroute up` says."""
     with cluster(*engines) as running:
         return _listening(running)
 

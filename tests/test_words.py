@@ -1,5 +1,4 @@
-"""That each word of docs/design/words.md has a section that tells of it, and that strangers find
-what they look for by the names of files."""
+"""The words of docs/design/words.md, and the names of files by which strangers find concepts."""
 
 import re
 
@@ -67,8 +66,8 @@ CONCEPTS = {
     "transfer over TCP": "workers/kv/transfer/tcp.py",
     "doctor's transfer check: worker check": "app/ops/worker_checks.py",
 }
-"""What strangers were asked to find, by what they were told. Behind a colon: the name that they
-have to know. Nothing limits how often a client asks, so no file is named after that."""
+"""Concepts that strangers were asked to find. Behind a colon: the name that they have to know.
+Nothing limits how often a client asks, so no file is named after that."""
 
 
 def says(path, phrase):

@@ -1,1 +1,1 @@
-"""What writes documents and files of the project; no part of the package."""
+"""Commands that write documents and files of the project; no part of the package."""

@@ -126,7 +126,6 @@ def _carry(source: Path, target: Path) -> None:
 
 
 def _markers() -> str:
-    """Those of the project's tests."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     markers: list[str] = settings["tool"]["pytest"]["ini_options"]["markers"]
     return "".join(f"    {marker}\n" for marker in markers)

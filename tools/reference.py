@@ -214,7 +214,6 @@ def _described(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _meaning(schema: Mapping[str, Any]) -> str:
-    """What the field's description says, and its default."""
     parts = [schema["description"]] if "description" in schema else []
     if schema.get("default") is not None:
         default = schema["default"]
@@ -249,7 +248,6 @@ def _name(schema: Mapping[str, Any]) -> str:
 
 
 def _errors() -> Iterator[tuple[str, ...]]:
-    """In the order of their statuses; an error's meaning is its class's docstring."""
     rows = {(status, code): (meaning, "") for code, status, meaning in FRAMEWORK_ERRORS}
     for kind, (status, code, _) in ERRORS.items():
         meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())

@@ -36,7 +36,7 @@ KINDS = {
 
 
 class ReleaseError(Exception):
-    """There is nothing to release, or a program failed."""
+    """An error: there is nothing to release, or a program failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def version_of(described: str) -> Version:
 
 
 def said(*command: str | Path, cwd: Path | None = None) -> bytes:
-    """What a command writes, in `cwd` or the checkout. Raises ReleaseError, with what it says, if
-    it fails."""
+    """Runs a command in `cwd` or the checkout, and returns what it writes. Raises ReleaseError,
+    with what it says, if it fails."""
     try:
         done = subprocess.run(command, cwd=cwd or ROOT, capture_output=True, check=False)
     except OSError as error:
@@ -105,7 +105,6 @@ def name_images(source: Path, registry: str, digests: dict[str, str]) -> None:
 
 
 def changes(source: Path, version: Version) -> str:
-    """What CHANGELOG.md says of the version, or else of what is not released yet."""
     sections = re.split(r"^## ", (source / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
     by_name = {text.split("]")[0].lstrip("["): text.partition("\n")[2] for text in sections}
     return by_name.get(version.python, by_name.get("Unreleased", "")).strip()

@@ -34,7 +34,6 @@ CEILINGS = {
 RECORDS = {"dataclass", "NamedTuple", "Struct", "BaseModel"}
 """A class is a record if one of these decorates it, or is its base."""
 ROOMS = ("app", "workers")
-"""Whose packages have a row each."""
 COUNTS = ("lines", "records", "settings")
 SETTING = re.compile(r"^    (\w+): .* = setting\(", re.MULTILINE)
 
@@ -73,8 +72,8 @@ def package_sizes(files: Mapping[str, str]) -> dict[str, Counter[str]]:
 
 
 def total_sizes(files: Mapping[str, str]) -> Counter[str]:
-    """What each of CEILINGS counts. A setting counts once, in however many processes it is, and has
-    a flag."""
+    """Sizes by the names of CEILINGS. A setting counts once, in however many processes it is, and
+    has a flag."""
     totals: Counter[str] = Counter()
     totals["settings"] = len({name for text in files.values() for name in SETTING.findall(text)})
     totals["flags"] = totals["settings"]

@@ -1,4 +1,4 @@
-"""What of prompts comes from cache where engines do not tell what they cache, and where they do.
+"""Tokens from cache where engines do not tell what they cache, and where they do.
 
     python -m loadtest.experiments.approximate --at-once 1 --at-once 32
 

@@ -38,7 +38,6 @@ from loadtest.virtual import Simulation, TracePrompts
 LATENCY = "latency"
 
 Key = Callable[[Session, SimRequest], bytes]
-"""What requests that belong together have in common."""
 
 
 def first_blocks(number: int, _: Session, request: SimRequest) -> bytes:
@@ -76,7 +75,7 @@ class Door:
 
 
 class CellSimulation(Simulation):
-    """As Simulation, with the workers of the setting divided among cells. Workers of the outcomes
+    """A Simulation with the workers of the setting divided among cells. Workers of the outcomes
     are named by their place in their cell, and counted by cell in `requests`."""
 
     def __init__(
@@ -119,7 +118,7 @@ def play(
 def doors(
     trace: Trace, num_cells: int, nums_blocks: Sequence[int], bound: float
 ) -> dict[str, tuple[int, Door]]:
-    """What is compared, by name: numbers of cells, and how one is chosen."""
+    """Returns the rows by name: numbers of cells, and how one is chosen."""
     keys: dict[str, Key] = {
         f"first {number} blocks": partial(first_blocks, number) for number in nums_blocks
     }

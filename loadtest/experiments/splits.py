@@ -34,7 +34,6 @@ SHARES_OF_KNEE = (0.7, 0.9)
 def settings(
     splits: Sequence[tuple[Role, ...]], links_gbit: Sequence[float], above: int
 ) -> dict[str, Setting]:
-    """What is compared, by name."""
     workers = len(splits[0])
     compared = {"all local": Setting(num_workers=workers)}
     for gbit in links_gbit:

@@ -102,8 +102,8 @@ async def attack(url, redis_url, keys, count, seed, problems):
 
 
 async def surfaces_of(http, seed):
-    """What there is at a URL: the front door of its first model, and the paths of a router or of a
-    worker."""
+    """Returns the surfaces at a URL: the front door of its first model, and the paths of a router
+    or of a worker."""
     cards = await http.get("/v1/models")
     models = [card["id"] for card in cards.json()["data"]] if cards.status_code == 200 else []
     openapi = await http.get("/openapi.json")

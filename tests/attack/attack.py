@@ -53,7 +53,7 @@ class HostileAnswer:
 
     @property
     def message(self):
-        """Of an error, as it is shown to people; "": it is of another shape."""
+        """The text of an error for people; "": the error has another shape."""
         try:
             return str(json.loads(self.body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
@@ -83,7 +83,7 @@ class Answers:
 
 
 async def exchange(address, sent, patience_s):
-    """What a connection is answered. Raises HttpParserError if that is not HTTP."""
+    """Returns the answers of a connection. Raises HttpParserError if that is not HTTP."""
     answers = Answers()
     reader, writer = await asyncio.open_connection(*address)
     writing = asyncio.create_task(_write(writer, sent.parts))
@@ -165,7 +165,6 @@ class Attack:
                 group.create_task(some())
 
     async def send_named(self):
-        """What has been found to hurt some time or other."""
         for target in self.targets:
             if target.surface.model:
                 for sent in named(target.surface, self.key):

@@ -26,7 +26,7 @@ COMPLETION = {
         "seed": {"type": "integer"},
     },
 }
-"""What a worker takes, which has no OpenAPI description. More tokens would only take longer."""
+"""The bodies that a worker takes. More tokens would only take longer."""
 
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _MESSAGE = {

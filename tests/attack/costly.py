@@ -11,7 +11,6 @@ _CHATS, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def costly(model):
-    """What each one is, and where it is sent."""
     user = [{"role": "user", "content": "x"}]
     chat = {"model": model, "messages": user, "max_tokens": 1}
     prompt = {"model": model, "max_tokens": 1}

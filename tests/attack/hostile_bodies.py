@@ -27,7 +27,6 @@ REFUSED = {
     "open": "has no end",
     "open lists": "has no end",
 }
-"""What the refusal of each body that is refused contains."""
 
 
 def _array(name, item, size, count=None):

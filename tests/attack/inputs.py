@@ -1,4 +1,5 @@
-"""What an attacker may send to a balancer, a router or a worker, as bytes for a raw connection.
+"""Hostile inputs: what an attacker may send to a balancer, a router or a worker, as bytes for a raw
+connection.
 
 Each input follows from a seed and its number alone, so that a failure can be sent again.
 """
@@ -24,14 +25,14 @@ CLOSE = b"connection: close\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n"
 
 Ending = Literal["read", "wait", "hang up", "reset", "half-close"]
-"""What the client does once all is sent: reads what must be answered at once; waits for an answer,
+"""The client's conduct once all is sent: reads what must be answered at once; waits for an answer,
 or for the server to give up on the rest; closes; resets the connection; ends its sending, and reads
 as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """What one connection sends, part by part. statuses: that it may be answered with; none: any
+    """The parts that one connection sends. statuses: allowed ones of the answer; none: any
     below 500."""
 
     parts: tuple[bytes, ...]
@@ -47,7 +48,7 @@ class Hostile:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """What a server offers. bodies: path -> what hypothesis would post there. model: of the front
+    """A server under attack. bodies: path -> what hypothesis would post there. model: of the front
     door; "": it is another part. is_worker: routers may say there what clients may not."""
 
     get: Sequence[str]
@@ -58,7 +59,6 @@ class Surface:
 
     @property
     def upload_path(self):
-        """Where any key may send a body."""
         return min(path for path in self.bodies if not path.startswith("/console/"))
 
     @classmethod
@@ -408,7 +408,7 @@ _REFUSED = (400, 422)
 
 
 def named(surface, key):
-    """What has hurt a front door, or could: whether it still does is looked at each time."""
+    """Inputs that have hurt a front door, or could: all of them are sent each time."""
     model = surface.model
     chat, old = "/v1/chat/completions", "/v1/completions"
     messages = [{"role": "user", "content": "x"}]
@@ -488,7 +488,6 @@ def _whole(path, text):
 
 
 def _of_routers(path, fields):
-    """What only a router may say to a worker."""
     for name in ONLY_ROUTERS:
         for each in (path, "/tokenize"):
             sent = request("POST", each, json.dumps(fields | {name: {"a": 1}}).encode())
@@ -499,7 +498,7 @@ def _of_routers(path, fields):
 
 
 def _unprintable(path, fields):
-    """What changes terminals that it is shown on, in all that is repeated in answers and logs."""
+    """Characters that change terminals, in all that answers and logs repeat."""
     text = "\x1b[2J\x9b2J\u202e\u2066\u2028\ud800 "
     for name in ("model", "user", "tool_choice", "stop", "n", text):
         sent = request("POST", path, json.dumps({**fields, name: text}).encode())
@@ -515,7 +514,6 @@ def _unprintable(path, fields):
 
 
 def _of_other_pages():
-    """What a browser sends for a page of another origin, and forms can."""
     elsewhere = b"origin: https://elsewhere.example\r\n"
     ways = (
         elsewhere + b"x-kvroute-console: 1\r\n",

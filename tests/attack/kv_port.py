@@ -22,7 +22,6 @@ PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.1, 5.0
 PATIENCE_S = 10.0
 """A source waits for 2 s at most."""
 CONNECTIONS, IDLE = 16, 200
-"""At once, and those that ask for nothing."""
 KIND = {"model": "attack"}
 UNKNOWN = "0" * 32
 """An id that nothing is kept under."""
@@ -48,7 +47,8 @@ class KvPort:
             await self._trickle()
 
     async def asked(self):
-        """What a worker that asks for what is not kept is told. Raises OSError, TimeoutError."""
+        """Asks as a worker for blocks that are not kept, and returns the answer. Raises OSError,
+        TimeoutError."""
         return await self._told(_asking(UNKNOWN, self.key))
 
     async def _told(self, sent, *, resets=False):
@@ -144,7 +144,6 @@ class KvPort:
 
 
 def frame_of(seed, number):
-    """What one connection sends."""
     rng = random.Random(f"{seed} {number}")
     kinds = list(_FRAMES)
     return kinds[number % len(kinds)](rng) if number < 4 * len(kinds) else rng.choice(kinds)(rng)

@@ -1,4 +1,4 @@
-"""What the chart makes of its examples: the committed files that `make test-chart` compares."""
+"""The chart's examples as it renders them: committed files that `make test-chart` compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What helm makes of deploy/chart with each of its examples, and the committed files that say so.
+"""Renderings of deploy/chart with each of its examples, and the committed files that say so.
 
 python -m tests.chart.rendering writes these anew. Needs what `make test-chart` installs.
 """
@@ -34,7 +34,7 @@ def template(*arguments):
 
 
 def rendered(example):
-    """With an example's values. Raises RuntimeError if helm refuses."""
+    """Renders the chart with an example's values. Raises RuntimeError if helm refuses."""
     done = template("--values", str(CHART / f"examples/{example}.yaml"))
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -42,7 +42,8 @@ def rendered(example):
 
 
 def comparable(manifests):
-    """Without what is random, and with the names of the files of deploy/ in place of their text."""
+    """Returns the text without random values, and with the names of the files of deploy/ in place
+    of their text."""
     resources = [resource for resource in yaml.safe_load_all(manifests) if resource]
     for resource in resources:
         _shorten(resource)

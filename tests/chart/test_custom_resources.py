@@ -21,7 +21,6 @@ TYPES = {
     "PrometheusRule": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "ScaledObject": "@kubernetes-models/keda/keda.sh/v1alpha1",
 }
-"""Where the type of each kind is from."""
 OF_KUBERNETES = {"v1", "apps", "autoscaling", "networking.k8s.io", "policy"}
 OF_KUBERNETES |= {"rbac.authorization.k8s.io"}
 FLAGS = ("--noEmit", "--strict", "--skipLibCheck", "--pretty", "false")
@@ -29,7 +28,6 @@ MODULES = ("--module", "nodenext", "--moduleResolution", "nodenext", "--target",
 
 
 def custom():
-    """Those of all examples."""
     for example in EXAMPLES:
         for each in yaml.safe_load_all(rendered(example)):
             if each and each["apiVersion"].split("/")[0] not in OF_KUBERNETES:
@@ -37,7 +35,6 @@ def custom():
 
 
 def wrong(resources, folder):
-    """What the compiler finds wrong with which of them."""
     (folder / "node_modules").symlink_to(TOOLS.parent / "node_modules")
     (folder / "package.json").write_text('{"type": "module"}')
     imports = (f'import type {{ I{kind} }} from "{path}";' for kind, path in TYPES.items())

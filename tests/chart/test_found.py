@@ -19,7 +19,6 @@ KINDS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def pods(kind):
-    """As the API has them, with where each listens, if it is an engine."""
     told = yaml.safe_load((FOLDER / f"{kind}.yaml").read_text())
     return [
         {

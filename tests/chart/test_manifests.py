@@ -15,7 +15,6 @@ from workers.discovery.kubernetes import engine_of
 
 OURS = ("router", "picker", "worker", "agent", "planner")
 OWN_VARIABLES = {"POD_IP", "REDIS_PASSWORD", "OTEL_EXPORTER_OTLP_ENDPOINT"}
-"""What a container has for others of its variables, or for a library."""
 
 
 def environment(container):

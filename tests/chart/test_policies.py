@@ -7,7 +7,7 @@ from tests.chart.installed import selects
 ELSEWHERE = {53, 80, 443, 4318, 6379, 6443, 26379}
 """Ports of what is no part of the chart: more than are needed, to see that they are closed."""
 EVENTS = {5557, 5657, 5600}
-"""Where agents ask engines for their events, and for what they tell of their KV."""
+"""Ports at which agents ask engines for events, and for KV facts."""
 SSH = 22
 """A port that nobody needs."""
 

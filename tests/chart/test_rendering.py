@@ -19,7 +19,7 @@ from tests.chart.rendering import (
 pytestmark = pytest.mark.chart
 
 VERSIONS = ("1.27", "1.37")
-"""Of Kubernetes: the oldest that the chart names, and the newest that is known here."""
+"""Versions of Kubernetes: the oldest that the chart names, and the newest known here."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

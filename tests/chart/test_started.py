@@ -1,6 +1,6 @@
-"""What the chart's containers are told suffices: started here as processes, they answer the curl of
-docs/kubernetes.md, spread requests over two revisions, and serve several models whose engines are
-found in pods."""
+"""Containers of the chart need no more than they are told: started here as processes, they answer
+the curl of docs/kubernetes.md, spread requests over two revisions, and serve several models whose
+engines are found in pods."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def container(part, example="default"):
 
 
 def environment(told, redis_port, port):
-    """As Kubernetes would make it, on this machine. Of Secrets, each value is its own name."""
+    """Returns the environment that Kubernetes would make. The value of a Secret is its name."""
     made = {"KVROUTE_PORT": str(port)}
     for entry in told["env"]:
         source = entry.get("valueFrom", {})
@@ -176,7 +176,7 @@ async def test_two_revisions_get_requests_by_weights_that_change_without_a_resta
 
 
 class StatefulSet:
-    """One that Kubernetes keeps `replicas` pods of, 0 or 1: `put` makes it, `delete` ends it."""
+    """A fake StatefulSet of 0 or 1 replicas: `put` starts its pod, `delete` ends it."""
 
     def __init__(self):
         self.replicas = 1

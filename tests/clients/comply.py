@@ -16,7 +16,6 @@ DEADLINE_S = 600
 
 
 def run(url, model, form):
-    """What became of each case: `passed`, `skipped`, or what was wrong."""
     program = CLIENTS / "openai" / "bin" / "llm-comply"
     command = [program, "--base-url", f"{url}/v1", "--api-key", "any", "--model", model]
     done = subprocess.run(

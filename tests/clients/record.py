@@ -15,7 +15,6 @@ from aiohttp import web
 
 TEXT_CHARACTERS = 60
 _WHOLE = ("arguments",)
-"""Of what is JSON itself."""
 _FEW = ("tools", "properties", "required", "enum")
 
 

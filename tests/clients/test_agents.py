@@ -26,15 +26,13 @@ PACKAGES = CLIENTS / "node" / "node_modules"
 NODE = PACKAGES / "node/bin/node"
 FIRST, *LATER = "What does README.md say?", "And now?", "And in the end?"
 CACHED = 0.75
-"""Of all tokens of prompts: of six prompts of a conversation nearly five, and none that others
+"""Share of the prompts' tokens: of six prompts of a conversation nearly five, and none that others
 begin with."""
 DEADLINE_S = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is said to an agent, in this order, and its environment."""
-
     environment: Mapping[str, str]
     commands: Sequence[Sequence[str | Path]]
 

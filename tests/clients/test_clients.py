@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 MODEL, ALIAS = "llama", "llama-too"
-"""Of one name alone, a request without a model would be right, which llm-comply takes as wrong."""
+"""Two names: with one, a request without a model is right, and llm-comply takes that as wrong."""
 DEADLINE_S = 600
 OF_NODE = sorted(path.name for path in HERE.glob("scripts/*.mjs"))
 OF_PYTHON = {
@@ -33,8 +33,8 @@ GIVEN = os.environ.get("KVROUTE_TEST_URL")
 
 @pytest.fixture(scope="module", params=["given"] if GIVEN else ["doors", "gateway"])
 def url(request, tmp_path_factory):
-    """Of KVROUTE_TEST_URL, or of a cluster with stand-ins for engines: its front doors, or an Envoy
-    that asks pickers, where `make test-gateway` has installed one."""
+    """The URL in KVROUTE_TEST_URL, or of a cluster with stand-ins for engines: its front doors, or
+    an Envoy that asks pickers, where `make test-gateway` has installed one."""
     if GIVEN:
         yield GIVEN
         return
@@ -52,7 +52,6 @@ def url(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(url):
-    """One that is served."""
     return httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
 

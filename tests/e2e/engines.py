@@ -34,13 +34,11 @@ class Process:
 
         # Else a process that writes much would wait for a reader.
         self.said = ""
-        """What it has logged since, once it has ended."""
         self._drain = Thread(target=self._read, daemon=True)
         self._drain.start()
 
     @contextmanager
     def ending(self):
-        """At the end it is told to end."""
         try:
             yield self
         finally:
@@ -85,8 +83,7 @@ def agent(engine_url, redis_url, memory, worker_id="e", more=()):
 
 @asynccontextmanager
 async def agent_here(engine_url, redis_url, memory, worker_id, **options):
-    """The same in this process, which costs a second of CPU less. At the end it dies, as if
-    killed."""
+    """Runs an agent in this process, a second of CPU cheaper. At the end it dies as if killed."""
     settings = EngineAgentSettings(
         redis_url=redis_url,
         namespace=NAMESPACE,

@@ -221,7 +221,6 @@ def add_users(admin, namespace="*"):
 
 
 def denials(admin):
-    """What Redis has refused since its log was last reset, in words."""
     return [
         f"{entry['username']}: {entry['reason']} {entry['object']} ({entry['context']})"
         for entry in admin.acl_log()
@@ -246,7 +245,6 @@ def guarded(guarded_server):
 
 @pytest.fixture
 def confined(guarded):
-    """With users that may reach the namespace of the tests alone."""
     for role in ROLES:
         guarded.admin.acl_setuser(f"kvroute-{role}", reset=True)
     add_users(guarded.admin, KEYS.namespace)

@@ -27,7 +27,6 @@ async def ask(router, model, prompt):
 
 
 def told(answer):
-    """Where it went, and what was known of that."""
     return tuple(answer.headers[f"x-kvroute-{name}"] for name in ("worker", "overlap", "trust"))
 
 

@@ -29,7 +29,6 @@ CODES = {
     *(meaning.kind for meaning in ERRORS.values()),
     *("not_found_error", "request_too_large", "rate_limit_error"),
 }
-"""Of errors, as docs/api.md and docs/client.md list them."""
 RAW = {"content-type": "application/octet-stream"}
 MAX_GROWTH_MB = 24.0
 LONG_TEXTS, MOST_MB = 16, 400.0
@@ -37,7 +36,6 @@ LONG_TEXTS, MOST_MB = 16, 400.0
 
 
 def probed(cluster):
-    """Where every part of a cluster says that it is well."""
     fronts = [cluster.balancer_url, *(member.url for member in cluster.routers)]
     urls = [f"{url}{path}" for url in fronts for path in ("/health", "/readiness")]
     return urls + [f"{member.url}/health" for member in cluster.workers]
@@ -72,7 +70,6 @@ async def descriptors(cluster):
 
 
 async def verified(cluster):
-    """What `kvroute inspect verify` prints; it must succeed."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "app.cli", "inspect", "verify"),
         env=os.environ | {"REDIS_URL": cluster.redis_url, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -165,6 +165,5 @@ async def total(clients):
 
 
 async def incarnations(client):
-    """Of the workers in service."""
     found = (await client.get("/v1/workers")).json()["workers"]
     return {one["worker_id"]: one["incarnation"] for one in found}

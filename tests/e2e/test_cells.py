@@ -91,7 +91,7 @@ async def test_prompts_of_token_ids_share_a_cell_by_how_they_begin(client, cells
 
 
 async def check_cells(client, cells, form, *, system):
-    """All turns of a conversation go to one cell, and each cell has some conversations."""
+    """Raises AssertionError unless a conversation stays in one cell, and each cell has some."""
     chosen = Counter()
     for number in range(12):
         turns = [

@@ -36,7 +36,6 @@ T = TypeVar("T")
 REPLICAS = 3
 WORKERS = 3
 SLOTS = 8
-"""Of each worker: few enough that at times all workers are full."""
 RESERVATION_TTL_S = 4.0
 POLITE = 6
 RUDE = 10
@@ -90,9 +89,7 @@ class Traffic:
 
     def __init__(self, cluster, seed, http, balanced):
         self.answers = Counter()
-        """What routers answered rude callers: status, and code of the error."""
         self.outcomes = []
-        """Of the requests of polite callers."""
         self._cluster = cluster
         self._rng = random.Random(seed)
         self._http = http
@@ -290,7 +287,6 @@ class Trouble:
 
 
 async def watch_reservations(redis, cluster):
-    """Until cancelled, check that no worker exceeds its slots and that all records agree."""
     while True:
         with suppress(RedisUnavailable):
             for worker in await workers.everyone(redis, cluster.keyspace):

@@ -32,7 +32,7 @@ async def until_serving(router, *expected):
 
 
 async def check(router, engine, prompts, number):
-    """At rest, what the router says of each prompt is what the engine then reuses."""
+    """Raises AssertionError unless the engine reuses what the router says that it holds."""
     for _ in range(number):
         prompt = prompts.next()
         # The last token is always computed, and with it its block.

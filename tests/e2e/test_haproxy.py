@@ -35,7 +35,6 @@ class Replica:
         self.go = asyncio.Event()
         self.client_gone = asyncio.Event()
         self.refuses = b""
-        """By what it answers requests with a body: a status line without the version."""
         self.is_late = False
         """Whether requests with a body are never answered."""
         self.num_bodies = 0
@@ -43,7 +42,6 @@ class Replica:
         self.held = 0
         """Requests to /hold so far."""
         self.balancer_ids = []
-        """Of all requests, as far as they have one."""
         self._connections = set()
 
     async def start(self):

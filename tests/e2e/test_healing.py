@@ -42,7 +42,7 @@ SHARDS = 2
 INDEX_BLOCKS = 1024  # 16 buckets in each shard
 BLOCK_SIZE = 4
 LEASE_S = 2.0
-"""So long that none lapses, because the machine is busy, of those that are renewed every 50 ms."""
+"""Leases are renewed every 50 ms; none lapses because the machine is busy."""
 REDIS_TIMEOUT_S = 5.0
 WORKERS = ("w0", "w1", "w2")
 PROMPTS = [[1000 * n + i for i in range(80)] for n in range(1, 7)]
@@ -63,7 +63,6 @@ class World:
         self.rng = random.Random(seed)
         self.agents = {name: agent_of(name, of_agents) for name in WORKERS}
         self.running = {}
-        """By worker."""
         self.router = Router(
             ScriptRunner(of_router, timeout_s=REDIS_TIMEOUT_S),
             KEYS,
@@ -106,7 +105,6 @@ class World:
         return await self.router.route(RouteRequest(request_id, chain, isl, "latency", **options))
 
     async def overlaps(self, prompt):
-        """By worker; None if the decision was degraded."""
         decision = await self.route(prompt, reserve=False, explain=True)
         if decision.degraded:
             return None
@@ -145,7 +143,6 @@ class World:
         self.ended.append(request_id)
 
     async def release_ended(self):
-        """As a client does: a release that failed is repeated later."""
         while self.ended:
             await self.router.release(self.ended[0])
             self.ended.pop(0)
@@ -158,7 +155,6 @@ class World:
         self._busy.set()
 
     async def problems(self):
-        """What is not as it should be; the world must be paused."""
         try:
             await self.release_ended()
             found = await self._wrong_overlaps() + await self._wrong_index()
@@ -293,7 +289,6 @@ class World:
         await self.agents[name].stop()
 
     async def watch(self):
-        """Until cancelled, check that no overlap is longer than what the worker holds."""
         while True:
             for n in range(len(CHAINS)):
                 try:
@@ -570,7 +565,6 @@ def one_after_another(damages):
 
 
 def losses(family):
-    """All ways in which Redis loses something of a family, by name."""
     done = {"delete": delete(family)}
     if family in ("leases", "expiry"):
         return done | {"remove": remove_a_member(family)}
@@ -582,7 +576,6 @@ def losses(family):
 
 
 def damages(family):
-    """What somebody might do by hand to a key of a family, by name."""
     if family == "dead":
         return {
             "string": become_a_string(family),

@@ -1,4 +1,4 @@
-"""What an engine lacks, and what its agent finds out, lowers its trust, never its existence."""
+"""Trust falls by what an engine lacks or its agent finds out; the worker stays."""
 
 from functools import partial
 from itertools import count
@@ -26,7 +26,7 @@ class Fleet:
         self.router, self.engines = router, engines
 
     async def ask(self, ids):
-        """Where a request went, how many blocks it was said to find there, and how surely."""
+        """Returns the worker of a request, its predicted blocks there, and their trust."""
         asked = {"model": "m", "prompt": ids, "max_tokens": 1}
         answer = await self.router.post("/v1/completions", json=asked)
         assert answer.status_code == 200, answer.text
@@ -190,7 +190,6 @@ async def test_a_chunk_below_the_device_counts_as_a_whole_or_not_at_all(one_redi
         fleet = Fleet(router, a=engine)
 
         async def promised():
-            """Of prompts that leave the chain after 3, 4, 7 and 8 blocks."""
             prompts = [[*ids[: blocks * BLOCK_SIZE], *[9] * 20] for blocks in (3, 4, 7, 8)]
             return [(await fleet.look("a", one))[0] for one in prompts]
 

@@ -37,7 +37,6 @@ def running(*arguments):
 
 
 async def statuses(url, *keys, path="/", **headers):
-    """Of a path with each of the keys; "": without one."""
     async with httpx.AsyncClient(base_url=url, headers=headers) as http:
         return [
             (
@@ -48,7 +47,6 @@ async def statuses(url, *keys, path="/", **headers):
 
 
 async def bounded(url):
-    """What HTTP's bounds refuse."""
     async with httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/" + "a" * MAX_URL_BYTES)).status_code == 414
         assert (await http.get("/", headers={"x": "y" * MAX_HEAD_BYTES})).status_code == 431
@@ -62,7 +60,7 @@ ABUSES = {
     "no HTTP": b"\x16\x03\x01\xff\r\n\r\n",
 }
 ENDS_S = 45.0
-"""By then each has ended. An idle connection that has had its answer may stay for longer."""
+"""Connections without an answer end by then. An idle one may stay for longer."""
 
 
 async def abused(url, path="/health", *, ends_s=ENDS_S):
@@ -161,7 +159,6 @@ async def check_balancer(redis, folder):
 
 
 async def check_picker(redis, folder):
-    """What a call to it may cost is tested in tests/gateway/test_picker.py."""
     pytest.importorskip("grpc")
     port = free_port()
     arguments = ("picker", "--port=0", f"--grpc-port={port}", f"--redis-url={redis.url}")

@@ -88,7 +88,6 @@ def old_worker(tree, server):
 
 
 def record_old_worker(server):
-    """What `kvroute worker` of the previous release leaves, as one more incarnation."""
     with Redis.from_url(server.url) as redis:
         for field, text in OLD_META.items():
             if field != "incarnations":
@@ -125,7 +124,6 @@ def new_agent(redis):
 
 @asynccontextmanager
 async def refused_agent(redis, why=WRONG):
-    """One that waits for another namespace."""
     agent = new_agent(redis)
 
     async def refused():

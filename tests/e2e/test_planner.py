@@ -75,7 +75,6 @@ async def test_workers_come_and_go_with_the_load_and_no_request_fails(cluster):
 
 
 async def _keep_asking(ask, at_once):
-    """Until cancelled; what is under way then is waited for."""
     stopped = asyncio.Event()
 
     async def one(number):

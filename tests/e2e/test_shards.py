@@ -127,7 +127,6 @@ async def keep_running(stack, work):
 
 
 async def look_up(router):
-    """Where each prompt would go. Reserves nothing."""
     return await asyncio.gather(
         *(
             router.route(RouteRequest(f"r{n}", chain, len(prompt), "latency", reserve=False))

@@ -21,11 +21,10 @@ REPLICAS = 2
 BLOCK_SIZE = 64
 SPEEDUP = 12.0
 POLICIES = ["latency", "blocks", "least_loaded"]
-"""From the best to the worst."""
 HITS_AGREE_WITHIN = 0.02
-"""For `latency`. Where the prefix does not decide, ties do: on a slice of 12 sessions, seeds of the
-simulation alone change the hit rates of `blocks` and `least_loaded` by up to 13 points, and that of
-`latency` by one. They do not change the order of the three."""
+"""Allowed difference for `latency`. Where the prefix does not decide, ties do: on a slice of 12
+sessions, seeds of the simulation alone change the hit rates of `blocks` and `least_loaded` by up to
+13 points, and that of `latency` by one. They do not change the order of the three."""
 
 
 async def live(trace, policy):

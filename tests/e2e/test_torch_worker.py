@@ -70,7 +70,6 @@ async def ask(probe, tokens):
 
 
 async def complete(probe, url, tokens, cache_salt="", **transfer):
-    """What a worker answers, or with "" a router; transfer: the members of kv_transfer_params."""
     fields = {"prompt": np.frombuffer(tokens, "<u4").tolist(), "max_tokens": 4, "temperature": 0}
     fields |= {"model": MODEL, "cache_salt": cache_salt or None, "return_token_ids": True}
     if transfer:

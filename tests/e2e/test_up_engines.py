@@ -32,7 +32,6 @@ def started(*arguments):
 
 @contextmanager
 def up(*arguments):
-    """What it prints until it waits for Ctrl-C."""
     with started(*arguments) as process:
         assert process.stdout is not None
         said = list(iter(process.stdout.readline, "Press Ctrl-C to stop.\n"))

@@ -30,9 +30,7 @@ LAST_RELEASE = "688a358e"
 """The commit that cut it, as no tag names it."""
 MODEL, NUM_TOKENS, CLIENTS = "m", 12, 8
 LONG_TOKENS, LONG_S = 12_000, 10.0
-"""Of each answer to every third client, and how long it takes at least."""
 PAIR = (0, 1)
-"""Of routers, and of workers, old ones and new ones."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,7 +54,6 @@ def source_of_the_last_release(into):
 
 
 def own_source(into, *, version="", data_version=DATA_VERSION):
-    """This checkout, as it would be released with these versions."""
     left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "shared")
     shutil.copytree(ROOT, into, ignore=left_out)
     for path, pattern, text in (
@@ -96,8 +93,7 @@ def data_version_in(commands):
 
 @pytest.fixture(scope="module")
 def release(folder):
-    """By name, a release whose commands are in that folder: the last one; this one; and what may
-    come after it."""
+    """Returns the folder of a release's commands, by name: the last one, this one, a later one."""
 
     @cache
     def made(name):
@@ -133,7 +129,6 @@ class Fleet:
 
     def __init__(self, old, new, server, folder):
         self.ports = [free_port() for _ in range(4)]
-        """Of the old routers and of the new ones."""
         self.old_urls = [f"http://{LOOPBACK}:{port}" for port in self.ports[:2]]
         front = free_port()
         self.url = f"http://{LOOPBACK}:{front}"

@@ -23,7 +23,6 @@ QUIET_S = 0.3
 
 
 def batches_from(socket, first):
-    """All from number `first` on, once no more come."""
     found = []
     while True:
         time.sleep(QUIET_S)

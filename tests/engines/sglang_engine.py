@@ -55,7 +55,6 @@ one_at_a_time = Lock()
 
 
 def publish():
-    """As the scheduler does after a step."""
     global stamp
     events = cache.take_events()
     if events:

@@ -53,7 +53,6 @@ class SglangPrompts:
 
     @property
     def last(self):
-        """One that filled at least a page."""
         return next(told for told in reversed(self._told) if len(told[0]) >= PAGE)
 
     def next(self):
@@ -91,7 +90,6 @@ async def test_overlap_is_what_sglang_finds_after_evictions_resets_and_kills(
             return sum(found[0]["overlap_blocks"].values()) if found else None
 
         async def check(number):
-            """At rest, what the router says of each prompt is what SGLang then finds."""
             for _ in range(number):
                 tokens, salt = prompts.next()
 

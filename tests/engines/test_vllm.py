@@ -26,7 +26,6 @@ CACHE_BLOCKS = 200
 GIVEN_UP_S = 30.0
 """An engine that is put to sleep keeps its requests: their clients then take another."""
 TOLD = {300: "/reset_prefix_cache", 380: "/sleep?level=1", 430: "/wake_up"}
-"""What the second engine is told before the request of that number."""
 SALTS = (None, None, None, "red", "blue")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
@@ -82,7 +81,6 @@ class Fleet:
         self._urls = {name: engine.url for name, engine in zip("ab", engines, strict=True)}
 
     async def send(self, number, asked):
-        """As a client would: another worker takes the place of one that fails."""
         router = self._routers[number % len(self._routers)]
         exclude = []
         while True:
@@ -130,7 +128,8 @@ class Fleet:
         return sum(found[0]["overlap_blocks"].values()) if found else None
 
     async def load_another_adapter(self, folder, held):
-        """Under the name of the one before, at both engines. held: a prompt of that one's."""
+        """Loads another adapter under the same name at both engines. held: a prompt of the
+        former."""
         blocks = len(held.tokens) // BLOCK
         await eventually(
             partial(self._look, "a", held), lambda seen: seen == blocks, within_s=ANSWER_S
@@ -148,7 +147,6 @@ class Fleet:
         return self.engines[0].num_logged("GET /v1/models")
 
     async def differences(self, prompts, sample=SAMPLE):
-        """Where routers and engines disagree over a sample."""
         found = []
         for number in range(sample):
             asked, name = prompts.next(), "ab"[number % 2]

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]
 
 
 async def checked(url, form):
-    """What each case found wrong: fields, or statuses; nothing if it passed."""
     running = await asyncio.create_subprocess_exec(
         *(VENV / "bin" / "llm-comply", "run", "--json", "--format", form, "--model", MODEL),
         *("--base-url", f"{url}/v1", "--api-key", "none", "--timeout", str(int(ANSWER_S))),

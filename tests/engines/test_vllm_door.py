@@ -48,7 +48,8 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
         replies = {}
 
         async def until_published(body):
-            """All full blocks of a prompt and its answer, whose last token has no KV."""
+            """Returns the number of full blocks of a prompt and its answer, whose last token has no
+            KV."""
             tokens = [*body["prompt_token_ids"], *body["choices"][0]["token_ids"][:-1]]
             route = {"token_ids": tokens, "reserve": False, "explain": True}
 
@@ -60,7 +61,6 @@ async def test_predicted_overlap_is_what_vllm_reports_and_answers_are_its_own(
             await eventually(held, lambda blocks: blocks >= full, within_s=ANSWER_S)
 
         async def ask(messages, **more):
-            """What is answered, and the blocks predicted and found cached."""
             asked = {"model": MODEL, "messages": messages, "max_tokens": 8} | more
             asked |= {"temperature": 0, "return_token_ids": True}
             answer = await door.post("/v1/chat/completions", json=asked)
@@ -116,7 +116,6 @@ async def test_messages_and_responses_are_cached_as_predicted_and_answered_as_by
         replies = {}
 
         async def ask(path, asked):
-            """What is answered."""
             asked = {"model": MODEL, "temperature": 0} | asked
             answer = await door.post(path, json=asked)
             assert answer.status_code == 200, answer.text

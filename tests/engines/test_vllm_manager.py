@@ -1,4 +1,4 @@
-"""What the index promises beside vLLM's own KV cache manager, in random histories of evictions."""
+"""Promises of the index beside vLLM's own KV cache manager, in random histories of evictions."""
 
 from math import gcd
 
@@ -9,9 +9,8 @@ from tests.engines.vllm_histories import CASES, VENV, count, histories
 pytestmark = pytest.mark.vllm
 SEED, STEPS = 7, 120
 AT_ITS_END = ("drafter, ", "drafter of ")
-"""These do without the last block that is held, as it may look ahead to something else."""
+"""Kinds that do without the last block held, which may look ahead to something else."""
 NOT_KNOWN = ("chunked attention", "drafter before 0.33, states and windows")
-"""What these need events do not say."""
 LINES = []
 
 

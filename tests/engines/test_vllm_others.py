@@ -1,4 +1,4 @@
-"""What a real vLLM counts of others' requests, and of our own: see `make test-vllm`."""
+"""Requests of others, and our own, as a real vLLM counts them: see `make test-vllm`."""
 
 import asyncio
 

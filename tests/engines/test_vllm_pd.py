@@ -30,7 +30,6 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def unlike(servers):
-    """With blocks twice as long as theirs."""
     started = server(servers[0].folder, "u", LEASE_S, block=2 * BLOCK)
     try:
         started.wait()
@@ -46,7 +45,6 @@ async def pair(servers, one_redis_server, tmp_path):
 
 
 def prompts(seed):
-    """Of one to thirty blocks; two in three begin as an earlier one."""
     rng = random.Random(seed)
     made = []
     for _ in range(PROMPTS):
@@ -98,7 +96,6 @@ async def test_texts_are_those_of_one_engine_and_the_target_computes_what_was_sa
 
 
 async def overlaps_are_what_is_cached(pair, some):
-    """At rest, for both engines."""
     for prompt in some:
         asked = {"token_ids": prompt, "explain": True, "policy": "latency"}
         decision = (await pair.priced.post("/v1/route", json=asked)).json()

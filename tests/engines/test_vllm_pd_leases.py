@@ -1,4 +1,4 @@
-"""What two real vLLM do whose leases on KV end: see `make test-vllm-pd`."""
+"""Leases on KV that end, at two real vLLM: see `make test-vllm-pd`."""
 
 import asyncio
 import os
@@ -67,7 +67,6 @@ def engine_core(server):
 
 @contextmanager
 def frozen(server):
-    """Its API answers meanwhile, but for what is computed."""
     processes = engine_core(server)
     for process in processes:
         os.kill(process, signal.SIGSTOP)
@@ -79,7 +78,6 @@ def frozen(server):
 
 
 async def overwrite(pair, rng):
-    """What p has let go of is used for others."""
     for _ in range(30):
         other = [rng.randrange(5, 400) for _ in range(1200)]
         await pair.text(pair.p.url, other, max_tokens=1)
@@ -89,7 +87,8 @@ async def overwrite(pair, rng):
 async def test_a_target_that_fetched_after_the_lease_answers_nobody(
     pair, redis, monkeypatch, guarded
 ):
-    """Until it has dropped what it holds. The control: without the guard, its text is wrong."""
+    """Stops the engine until it has dropped its KV. Control: without the guard the text is
+    wrong."""
     if not guarded:
         monkeypatch.setattr(KvLeases, "confirm", passes)
     rng = random.Random(10 + guarded)
@@ -143,14 +142,12 @@ ASKED = 60
 
 @pytest.fixture
 async def misled(servers, one_redis_server, tmp_path):
-    """Their operators say that leases are longer."""
     flag = f"--kv-lease-s={FLAG_S:g}"
     async with joined(servers, one_redis_server.url, tmp_path, flag) as pair:
         yield pair
 
 
 async def right_texts(pair, seed):
-    """Of prompts most of which begin as the first does, by p alone."""
     rng = random.Random(seed)
     first = [rng.randrange(5, 400) for _ in range(800)]
     prompts = [first]
@@ -161,7 +158,6 @@ async def right_texts(pair, seed):
 
 
 async def text_of(door, prompt):
-    """As a client gets it that asks again where nobody answers."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
     while True:
         answer = await door.post("/v1/completions", json=body | {"ignore_eos": True})
@@ -239,8 +235,8 @@ async def test_a_whole_answer_may_take_longer_than_the_lease(pair, redis):
 
 
 async def test_a_target_may_queue_longer_than_the_lease(pair, redis):
-    """It prolongs it meanwhile. Where a machine is so busy that it does not, its answer is given to
-    nobody."""
+    """The holder prolongs the lease meanwhile. If the machine is too busy for that, the answer goes
+    to nobody."""
     rng, let_go = random.Random(13), "Releasing expired KV blocks"
     prompt = [rng.randrange(5, 400) for _ in range(300)]
     right = await pair.text(pair.p.url, prompt)

@@ -1,4 +1,4 @@
-"""What the index says of histories of vLLM's own KV cache manager (vllm_manager.py)."""
+"""Overlaps that the index tells in histories of vLLM's own KV cache manager (vllm_manager.py)."""
 
 from __future__ import annotations
 
@@ -106,8 +106,6 @@ STORED, REMOVED = BlockStored.__struct_fields__, BlockRemoved.__struct_fields__
 
 @dataclass(slots=True)
 class Counts:
-    """Of prompts that were looked up, and of their tokens."""
-
     probes: int = 0
     over: int = 0
     under: int = 0
@@ -116,7 +114,6 @@ class Counts:
     under_tokens: int = 0
     most_over: int = 0
     held_over: int = 0
-    """Of which more was held than reused."""
     marked: int = 0
     blocks: int = 0
     """Blocks that were published, after each step, and those that say where the engine goes on."""
@@ -133,8 +130,6 @@ class Counts:
 
 
 class Index:
-    """What the index shows of one worker, as its agent publishes it."""
-
     def __init__(self, case, block_size):
         self.block_size = block_size
         unit, lookahead = case["unit"] // block_size, case.get("lookahead", 0)
@@ -179,7 +174,7 @@ def events_of(found):
 
 
 def count(lines, *, honest=True):
-    """What was counted of each case, by its name; not of those that this vLLM cannot play.
+    """Returns the counts of each case by its name, without those that this vLLM cannot play.
 
     honest: if not, all that is held is promised.
     """
@@ -202,7 +197,6 @@ def count(lines, *, honest=True):
 
 
 def histories(cases):
-    """What vLLM's manager says in these cases, as lines for `count`."""
     environment = os.environ | ({"PYTHONPATH": SOURCES} if SOURCES else {})
     done = subprocess.run(
         [VENV / "bin" / "python", Path(__file__).with_name("vllm_manager.py")],

@@ -91,7 +91,7 @@ class Engine:
         return Request(str(self.number), list(tokens), params, **about)
 
     def prompt(self):
-        """It begins as one before did, most often up to the end of a block or near it."""
+        """Returns a prompt that shares a prefix with an earlier one, often up to a block's end."""
         old = self.rng.choice(self.seen)
         cut = self.rng.randint(0, len(old))
         if self.rng.random() < 0.5:

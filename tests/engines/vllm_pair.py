@@ -16,8 +16,6 @@ from tests.fake_worker import KEYS
 
 
 class PdServer(VllmServer):
-    """With NixlConnector, over shared memory."""
-
     side_channel_port: int
     lease_s: float
 
@@ -58,7 +56,6 @@ class Pair:
         return answer.json()["choices"][0]["text"]
 
     async def num_requests(self):
-        """That routers take both to have."""
         listed = (await self.split.get("/v1/workers")).json()["workers"]
         return sum(worker["active_requests"] for worker in listed)
 
@@ -105,6 +102,5 @@ async def joined(servers, url, folder, *flags):
 
 
 async def marks(redis):
-    """Of workers that are tainted."""
     records = await redis.hgetall(KEYS["verdicts"])
     return [name for name, text in records.items() if b"tainted" in text]

@@ -14,7 +14,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 
 def named(request_id):
-    """As we called it: the engine adds letters of its own."""
     return request_id.split("-")[0]
 
 

@@ -100,7 +100,6 @@ class VllmServer:
         yield from ("--lora-modules", f"{ADAPTER}={self._folder / 'adapter'}")
 
     def wait(self):
-        """Until it serves."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -116,7 +115,6 @@ class VllmServer:
 
     @property
     def folder(self):
-        """Of its model."""
         return self._folder
 
     @property
@@ -135,7 +133,6 @@ class VllmServer:
 
 @contextmanager
 def vllm_servers(folder, *names, blocks, more=(), config=None):
-    """That many servers, all of which serve. config: see make_models."""
     make_models(folder, config)
     servers = []
     try:

@@ -30,11 +30,9 @@ class Chat:
         return len(self.said.tokens)
 
     def begin(self):
-        """What comes before the first token."""
         return self._chunks({"role": "assistant", "content": ""}, None)
 
     def token(self, number):
-        """From 0."""
         text = self.said.tokens[number]
         if self.said.call is None:
             return self._chunks({"content": text}, number)
@@ -357,7 +355,6 @@ DIALECTS = {
         Numbers,
     ),
 }
-"""By path."""
 
 
 def _text_part(text):

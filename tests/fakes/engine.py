@@ -73,7 +73,7 @@ class HeardRequest(NamedTuple):
 
 
 class FakeEngine:
-    """See `fake_engine`.
+    """A fake engine, as `fake_engine` starts it.
 
     kind: vllm, sglang, or openai, of which only the API is known. publishes: KV events. reset:
     whether /reset_prefix_cache is there. words, natural: see `said_to`. text: what it says instead,
@@ -170,7 +170,6 @@ class FakeEngine:
 
     @property
     def bodies(self):
-        """Of the latest requests for answers."""
         return [one.body for one in self.asked]
 
     @property
@@ -240,7 +239,6 @@ class FakeEngine:
         return await self._show(request)
 
     def _facts(self, kind, publishes):
-        """What a GET answers."""
         told = {"/health": b"", "/v1/models": lambda: self._cards(kind)}
         if kind == "vllm":
             told["/version"] = {"version": VERSIONS[kind]}
@@ -281,7 +279,6 @@ class FakeEngine:
         return facts.exposed(self._models[0], self.started_s, config, gauges, counters)
 
     def _load(self):
-        """As SGLang tells it."""
         return {
             "dp_rank": 0,
             "num_running_reqs": self.running + self.faults.more_running,
@@ -409,7 +406,6 @@ class FakeEngine:
         return Said([self.text]) if self.text else said_to(body, self._words, self._natural)
 
     def _faults_of(self, heard):
-        """Those that a request gets."""
         if self.choose is not None:
             return self.choose(heard)
         faults = self.faults
@@ -578,7 +574,6 @@ class Cache:
         return num_blocks * BLOCK_SIZE
 
     def store(self, ids):
-        """What an engine says of it."""
         chain = chain_of(ids)
         begin = self.overlap(ids) // BLOCK_SIZE
         for block in reversed(chain):

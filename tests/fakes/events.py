@@ -19,7 +19,6 @@ from workers.bridge.events.stream import Position
 from workers.bridge.http.facts import EventSource
 
 END = b"\xff" * 8
-"""In place of a number, after the last batch of an answer."""
 
 
 def _arrays(ts, events, rank):
@@ -74,7 +73,6 @@ class EventSockets:
 
     @property
     def told(self):
-        """What vLLM's GET /kv_event_sources answers. `*` is the host that was asked."""
         source = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

@@ -1,4 +1,4 @@
-"""What engines of each kind say of themselves over HTTP, by path: bytes, an object, or a status."""
+"""Facts that engines of each kind tell over HTTP, by path: bytes, an object, or a status."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -16,7 +16,6 @@ VLLM = {
         ("metrics", "metrics.txt"),
     )
 }
-"""As a real one said it."""
 SGLANG_INFO = {
     "version": "0.5.23",
     "page_size": 16,
@@ -59,7 +58,6 @@ def vllm_metrics(*changes):
 
 
 def cards(kind, models, adapters, limit, root):
-    """What GET /v1/models lists."""
     about = {"object": "model", "owned_by": kind, "created": 1, "max_model_len": limit}
     of_models = [about | {"id": name, "parent": None, "root": root or name} for name in models]
     of_adapters = [about | {"id": name, "parent": models[0]} for name in adapters]

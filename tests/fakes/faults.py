@@ -1,4 +1,4 @@
-"""What may befall an engine and its answers, as data."""
+"""Faults of an engine and its answers, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 HANG_S = 86_400.0
 MB = 2**20
 MOST_BYTES = 256 * MB
-"""That an answer without an end sends; how many of them are taken is for the door to say."""
+"""Tokens that an answer without an end sends; the door says how many it takes."""
 
 How = Literal[
     "well",

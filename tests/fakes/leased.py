@@ -11,7 +11,6 @@ from tests.fakes.engine import fake_engine
 from workers.agent.agent import Agent, AgentSettings
 
 LEASE_S = 9.0
-"""It is renewed every three seconds."""
 NUM_BLOCKS = 100_000
 
 

@@ -25,14 +25,12 @@ _COUNTERS = (
 
 @dataclass(slots=True)
 class Kept:
-    """What waits to be fetched. wanted_by: whose heartbeats prolong it."""
-
     until_s: float
     wanted_by: PdEngine | None = None
 
 
 class PdEngine(FakeEngine):
-    """Its blocks are written anew as soon as their lease has ended.
+    """A NIXL peer whose blocks are written anew once their lease has ended.
 
     counts: whether /metrics has NixlConnector's counters. tells_start: whether it says there when
     it started. tells_lease: whether it says how it is set. is_deaf: while it stands still, it hears
@@ -53,9 +51,7 @@ class PdEngine(FakeEngine):
         self.engine_id = f"engine-{next(_IDS)}"
         self.transferred = 0
         self.fails_transfers = False
-        """It then computes all itself, as with kv_load_failure_policy `recompute`."""
         self.params = {}
-        """Of what it hands on, instead of its own."""
         self._kept = {}
         self._kv_lease_s = kv_lease_s
         self._has_counts, self._tells_start, self._is_deaf = counts, tells_start, is_deaf
@@ -80,7 +76,6 @@ class PdEngine(FakeEngine):
                 task.cancel()
 
     def restart(self):
-        """It has forgotten all, and counts from nothing, its events as well."""
         self.events.restart()
         self._kept.clear()
         self._counters.clear()
@@ -100,7 +95,7 @@ class PdEngine(FakeEngine):
             yield f"vllm:{name}{{{labels}}} {self._counters[name]}"
 
     async def _step(self):
-        """As an engine that holds a lease, or computes: while it is idle, it counts nothing."""
+        """Steps as an engine that computes or holds a lease; an idle one counts nothing."""
         while True:
             await asyncio.sleep(STEP_S)
             if not self._kept and not self.running:
@@ -148,7 +143,7 @@ class PdEngine(FakeEngine):
         } | self.params
 
     async def _fetch(self, params, ids):
-        """In the order of vLLM's: the request waits for a place, sending heartbeats, and reads."""
+        """Waits for a place, sending heartbeats, then reads: vLLM's order."""
         source = _ENGINES[params["remote_engine_id"]]
         kept = source._kept.get(params["remote_request_id"])
         if kept is not None:
@@ -167,7 +162,7 @@ class PdEngine(FakeEngine):
         self._read(source, params["remote_request_id"], ids)
 
     async def _let_go(self, source, kept_id, ids):
-        """Of a request that was given up: what was kept for it is, once the engine goes on."""
+        """Drops what was kept for a request that was given up, once the engine goes on."""
         await self._while_ill("stall")
         if self._is_deaf:
             self._read(source, kept_id, ids)

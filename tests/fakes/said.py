@@ -1,4 +1,4 @@
-"""What an answer says: words, the arguments of a tool, or an object of the form asked for."""
+"""Texts of answers: words, the arguments of a tool, or an object of the form asked for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 TEXT = "tok "
-"""That each token is, unless said otherwise."""
 NUM_TOKENS = 8
-"""Of an answer that is not limited."""
 PIECE_CHARACTERS = 4
-"""Of an object, in a token."""
 DIMENSIONS = 64
 
 
@@ -35,7 +32,6 @@ class Said:
     tokens: Sequence[str]
     call: str | None = None
     is_cut: bool = False
-    """By the limit that the request sets."""
     stopped_by: str | None = None
 
     @property
@@ -44,7 +40,7 @@ class Said:
 
 
 def said_to(body, words=(TEXT,), natural=0):
-    """What is said to a body of any of the APIs. Raises Refused.
+    """Returns the answer to a body of any of the APIs. Raises Refused.
 
     words: that are said, over and over. natural: after so many an answer ends by itself; 0: it goes
     on to its limit.
@@ -67,7 +63,6 @@ def said_to(body, words=(TEXT,), natural=0):
 
 
 def _stopped(said, body):
-    """Without what comes after the first stop string."""
     stops = body.get("stop") or body.get("stop_sequences") or []
     places = [
         (said.text.find(stop), stop)
@@ -107,7 +102,6 @@ def _called(body):
 
 
 def _results(body):
-    """Those of tools since the user spoke."""
     turns = body.get("messages") or body.get("input")
     for turn in reversed(turns if isinstance(turns, list) else []):
         if not isinstance(turn, dict):
@@ -123,7 +117,6 @@ def _results(body):
 
 
 def _schema(body):
-    """Of the object that is asked for; None: it may be any text."""
     places = (body.get(name) or {} for name in ("text", "output_config"))
     form = body.get("response_format") or next((p["format"] for p in places if "format" in p), {})
     if form.get("type") == "json_object":

@@ -13,11 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 SILENT = 0
-"""In place of a status: no answer, ever."""
 BREAKS_AFTER_FIRST_TOKEN = 1
-"""In place of a status: the worker's connection closes mid-answer."""
 SENDS_AN_ERROR = 2
-"""In place of a status: the worker's first chunk is an error."""
 
 
 @dataclass
@@ -29,7 +26,6 @@ class FakeCluster:
     queries: list[dict[str, str]] = field(default_factory=list)
     """Queries of the calls to /v1/route and /v1/completions."""
     prompts: list[bytes] = field(default_factory=list)
-    """As the worker received them."""
     route_script: deque[int] = field(default_factory=deque)
     """Statuses of the next answers of /v1/route, or SILENT."""
     worker_script: deque[int] = field(default_factory=deque)

@@ -21,7 +21,6 @@ CONFIRM = "POST /v1/requests/r1/prefill_complete"
 RELEASE = "DELETE /v1/requests/r1"
 BLAME = f"{RELEASE}?worker_failed=true"
 TOLD = f"{RELEASE}?output_tokens=340&ttft_ms"
-"""Of an answer that came in full."""
 PROMPT = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
 
 

@@ -1,4 +1,4 @@
-"""What one warm request calls in a router, by package: whoever makes it more says why here."""
+"""Calls of one warm request in a router, by package: whoever adds some says why here."""
 
 import asyncio
 

@@ -15,7 +15,6 @@ RULES = Rules(window_s=90.0, lead_s=30.0)
 
 
 def prompt(index, blocks):
-    """Of 1,024 tokens for each of `blocks`, with an answer of 50."""
     return TraceRequest(index, 1024 * len(blocks), 50, blocks, 1024)
 
 

@@ -61,7 +61,6 @@ def _tell(result):
 
 
 async def _try(fleet, row, num_replicas):
-    """What came of it, and whether the fleet is whole again."""
     ended = []
     playing = asyncio.create_task(play(fleet.http, lambda: fleet.urls, ended))
     try:

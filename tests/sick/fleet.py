@@ -54,7 +54,6 @@ class Fleet:
         self.stopping.append(router)
 
     async def until_whole(self):
-        """Until each replica routes to all engines, and none is paused."""
         every = [f"e{place}" for place in range(NUM_ENGINES)]
 
         async def routed_to():

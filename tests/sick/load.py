@@ -14,7 +14,6 @@ import orjson
 
 GIVES_UP_S = 60.0
 SYSTEM = "You are of the fleet that never fails, and say so in eight words. " * 4
-"""That all prompts share."""
 RATE = 12.0
 """Requests a second: some ten are in flight, of which each engine could take them all."""
 
@@ -71,8 +70,7 @@ async def _ask(http, urls, turn, path, body, ended):
 
 
 async def _answer(http, urls, turn, path, body):
-    """Of the replica whose turn it is, or as a balancer does, of the next if that listens no
-    more."""
+    """Asks the replica whose turn it is, or the next one if that no longer listens."""
     there = urls()
     for place in range(len(there)):
         url = there[(turn + place) % len(there)]

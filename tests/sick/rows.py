@@ -1,4 +1,4 @@
-"""What is tried on a fleet of six: a fault, whom it befalls, and what may come of it."""
+"""Trials of a fleet of six: a fault, whom it befalls, and what may come of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from tests.fakes.faults import HANG_S, Faults
 NUM_ENGINES = 6
 ALL = tuple(range(NUM_ENGINES))
 REFUSES = 0.5
-"""Of its fair share, what an engine that answers nobody may be sent at most: it is tried now and
-then, as nobody says that it is well again."""
+"""Largest part of its fair share that an engine that answers nobody may be sent: it is tried now
+and then, as nobody says that it is well again."""
 ANSWER_TIMEOUT_S = 4.0
-"""Of the routers; some answers take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +81,3 @@ ROWS = {
         Row("a replica is stopped", sick=(), most_share=None, stops_router=True),
     )
 }
-"""By name."""

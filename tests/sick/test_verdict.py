@@ -1,4 +1,4 @@
-"""What is complained of, in worked examples of a fleet of three."""
+"""Complaints, in worked examples of a fleet of three."""
 
 from dataclasses import replace
 
@@ -19,7 +19,8 @@ OF_SICK, OF_WELL = (*every(0.5, 0, ON_S), *every(0.5, OFF_S)), tuple(every(0.5))
 
 
 def trial(row=ROW, *, of_sick=OF_SICK, of_well=OF_WELL, failures=(), inside=0):
-    """Where two engines get a request every half a second, and the sick one none meanwhile."""
+    """Returns a trial in which two engines get a request every half a second, and the sick one none
+    meanwhile."""
     ended = [Ended(12.0, 12.8), *(Ended(12.0, 12.1, failure) for failure in failures)]
     return Trial(row, 1, ON_S, OFF_S, END_S, ended, [of_sick, of_well, every(0.5)], inside)
 

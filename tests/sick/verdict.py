@@ -1,4 +1,4 @@
-"""What came of a fault, and what of it should not have been. No I/O."""
+"""Verdicts on a fault: what came of it, and what should not have. No I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from tests.sick.rows import Row
 EVEN_WITHIN_S = 10.0
 WINDOW_S = 3.0
 EVEN_SHARE = 0.5
-"""Of its fair share, what an engine gets at least that is as good as the others: with a dozen
+"""Least part of its fair share that an engine as good as the others gets: with a dozen
 requests, chance alone takes it as far down as this about one time in fifty."""
 KNOWN_AFTER_S = 3.0
-"""By then a fault has been seen."""
 LEAST_S = 5.0
-"""In less time, too few requests come to tell shares by."""
 MOST_DELAY_S = 2.0
 """A median that grows by less is none of the fault's."""
 
@@ -51,13 +49,13 @@ class Trial:
         return sum(since_s <= at_s < until_s for at_s in self.came[place])
 
     def share(self, place, since_s, until_s, among):
-        """What the engine got, as a share of what would be fair among those and itself."""
+        """Returns the engine's requests over what would be fair among those and itself."""
         places = {*among, place}
         every = sum(self.num_came(one, since_s, until_s) for one in places)
         return self.num_came(place, since_s, until_s) * len(places) / max(1, every)
 
     def even_after_s(self):
-        """When, after the fault has gone, all sick engines began to get their shares; None: not
+        """Returns how long after the fault all sick engines began to get their shares; None: not
         while it was watched."""
         begin = self.off_s
         while begin + WINDOW_S <= self.end_s:
@@ -81,7 +79,6 @@ class Trial:
 
 
 def complaints(trial, took_before_s):
-    """What should not have been. took_before_s: how long an answer took without a fault."""
     return [*_of_failures(trial), *_of_shares(trial), *_of_delays(trial, took_before_s)]
 
 
