@@ -407,3 +407,9 @@ async def b(space):
 def inc(a):
     """The incarnation of worker `a`, in tests that need no other."""
     return a
+
+
+@pytest.fixture
+def old(a):
+    """The incarnation of worker `a`, in tests that replace it."""
+    return a

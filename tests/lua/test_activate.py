@@ -7,8 +7,7 @@ from tests.lua.conftest import NO_LOAD, A, B, C
 
 
 @pytest.mark.oldest_too
-async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(space):
-    old = await space.worker("a")
+async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(space, old):
     await space.hold(old, [A, B, C])
     new = await space.worker("a", resync=True)
     await space.hold(new, [A, B])
@@ -19,8 +18,7 @@ async def test_a_switch_routes_to_the_new_incarnation_and_retires_the_old(space)
     assert not await space.renew(old)
 
 
-async def test_requests_in_flight_move_to_the_new_incarnation(space):
-    old = await space.worker("a")
+async def test_requests_in_flight_move_to_the_new_incarnation(space, old):
     await space.reserve(old, "r1", tokens=100, us=5000, blocks=7)
     await space.reserve(old, "r2", tokens=60, us=2000, blocks=4)
     await space.reserve(old, "r3", tokens=30, us=1000, blocks=2)
@@ -57,8 +55,7 @@ async def test_requests_in_flight_move_to_the_new_incarnation(space):
     assert load == replace(NO_LOAD, head_since_ms=load.head_since_ms, total=3)
 
 
-async def test_prefills_in_flight_keep_their_order(space):
-    old = await space.worker("a")
+async def test_prefills_in_flight_keep_their_order(space, old):
     requests = [f"r{n}" for n in range(10)]
     for request_id in requests:
         await space.reserve(old, request_id)
@@ -79,8 +76,7 @@ async def test_a_request_reserved_again_on_another_worker_is_not_moved(space):
     assert await space.get("reservations", "r1") == str(other)
 
 
-async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space):
-    old = await space.worker("a")
+async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space, old):
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
     assert await space.load(new) == NO_LOAD
@@ -88,8 +84,7 @@ async def test_a_switch_with_nothing_in_flight_leaves_nothing_behind(space):
     assert not await space.redis.exists(space.keys[f"requests:{old}"])
 
 
-async def test_a_repeated_switch_changes_nothing(space):
-    await space.worker("a")
+async def test_a_repeated_switch_changes_nothing(space, old):
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
     assert await space.reserve(new, "r1", blocks=7) is None
@@ -98,23 +93,20 @@ async def test_a_repeated_switch_changes_nothing(space):
     assert await space.contents() == before
 
 
-async def test_a_switch_by_another_process_is_refused(space):
-    old = await space.worker("a")
+async def test_a_switch_by_another_process_is_refused(space, old):
     new = await space.worker("a", resync=True)
     assert not await space.activate("a", new, nonce="stranger")
     assert await space.get("current", "a:0") == str(old)
 
 
-async def test_a_retired_incarnation_cannot_be_activated(space):
-    old = await space.worker("a")
+async def test_a_retired_incarnation_cannot_be_activated(space, old):
     new = await space.worker("a", resync=True)
     assert await space.retire("a", new)
     assert not await space.activate("a", new)
     assert await space.get("current", "a:0") == str(old)
 
 
-async def test_a_staged_incarnation_cannot_replace_another_process(space):
-    await space.worker("a")
+async def test_a_staged_incarnation_cannot_replace_another_process(space, old):
     staged = await space.worker("a", resync=True)
     other = await space.worker("a", nonce="other")
     assert not await space.activate("a", staged)
@@ -129,8 +121,7 @@ async def test_a_new_process_inherits_no_requests(space):
     assert not await space.redis.exists(space.key("reservations"), space.key("expiry"))
 
 
-async def test_unreadable_requests_are_not_moved(space):
-    old = await space.worker("a")
+async def test_unreadable_requests_are_not_moved(space, old):
     for request_id in ("r1", "r2", "r3"):
         await space.reserve(old, request_id, tokens=100, us=5000, blocks=7)
     await space.redis.hset(space.keys[f"requests:{old}"], "r2", "spoilt")
@@ -146,9 +137,8 @@ async def test_unreadable_requests_are_not_moved(space):
     }
 
 
-async def test_requests_left_under_a_reused_number_are_discarded(space):
+async def test_requests_left_under_a_reused_number_are_discarded(space, old):
     """Redis lost everything else of an earlier incarnation and gave out its number again."""
-    await space.worker("a")
     await space.redis.hset(space.keys["requests:2"], "r1", "100 5000 7 p -")
     await space.redis.hset(space.key("reservations"), "r1", "2")
     await space.redis.rpush(space.keys["prefills:2"], "r1")
@@ -156,8 +146,7 @@ async def test_requests_left_under_a_reused_number_are_discarded(space):
     assert (await space.load(Incarnation(2))) == NO_LOAD
 
 
-async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(space):
-    old = await space.worker("a")
+async def test_the_incarnation_held_before_is_retired_even_if_current_was_lost(space, old):
     await space.reserve(old, "r1")
     new = await space.worker("a", resync=True)
     await space.redis.delete(space.key("current"), space.key("load"))

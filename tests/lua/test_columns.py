@@ -39,6 +39,11 @@ async def fleet(space, size=FLEET):
     return [await space.worker(f"w{n}") for n in range(size)]
 
 
+@pytest.fixture
+async def incs(space):
+    return await fleet(space)
+
+
 async def look(space, known):
     """As a router does: if the answer tells not enough, everything."""
     snapshot = await space.do(reservations.changes(space.keys, known))
@@ -203,8 +208,7 @@ async def test_after_any_history_what_is_known_equals_a_full_read(space, seed, s
     assert always.partial > 0 or size < FLEET
 
 
-async def test_only_what_changed_is_told(space):
-    incs = await fleet(space)
+async def test_only_what_changed_is_told(space, incs):
     known = Counted()
     await look(space, known)
     await space.reserve(incs[3], "r1")
@@ -224,8 +228,9 @@ async def test_a_heartbeat_that_changes_nothing_changes_no_version(space):
     assert await space.redis.zrange(space.key("versions"), 0, -1, withscores=True) == before
 
 
-async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_a_lease(space):
-    incs = await fleet(space)
+async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_a_lease(
+    space, incs
+):
     await space.redis.zadd(space.key("leases"), {str(incs[0]): 1})
     await space.redis.zrem(space.key("versions"), str(incs[0]))
     await space.redis.zrem(space.key("leases"), str(incs[1]))
@@ -234,8 +239,7 @@ async def test_a_lapsed_lease_without_a_version_does_not_hide_a_version_without_
         await assert_same(space, known)
 
 
-async def test_a_lease_lapses_and_is_revived_without_a_version(space):
-    incs = await fleet(space)
+async def test_a_lease_lapses_and_is_revived_without_a_version(space, incs):
     known = Counted()
     await look(space, known)
     await space.redis.zadd(space.key("leases"), {str(incs[0]): 1})
@@ -247,8 +251,7 @@ async def test_a_lease_lapses_and_is_revived_without_a_version(space):
     assert (known.partial, known.refused) == (2, 0)
 
 
-async def test_workers_that_join_are_told_as_a_change(space):
-    incs = await fleet(space)
+async def test_workers_that_join_are_told_as_a_change(space, incs):
     known = Counted()
     first = await look(space, known)
     assert len(first.changed) == FLEET
@@ -264,9 +267,8 @@ async def test_workers_that_join_are_told_as_a_change(space):
 
 
 async def test_of_everything_that_is_read_again_only_what_is_new_counts_as_changed(
-    space, monkeypatch
+    space, incs, monkeypatch
 ):
-    incs = await fleet(space)
     known = Columns()
     (await look(space, known)).changed.clear()
     await space.reserve(incs[3], "r1")
@@ -274,8 +276,7 @@ async def test_of_everything_that_is_read_again_only_what_is_new_counts_as_chang
     assert (await look(space, known)).changed == {b"%d" % incs[3]}
 
 
-async def test_a_refused_reservation_tells_what_changed_too(space):
-    incs = await fleet(space)
+async def test_a_refused_reservation_tells_what_changed_too(space, incs):
     known = Counted()
     await look(space, known)
     await space.reserve(incs[1], "r1")
@@ -290,9 +291,8 @@ async def test_a_refused_reservation_tells_what_changed_too(space):
 
 
 async def test_what_was_written_by_hand_is_seen_once_everything_is_asked_for_again(
-    space, monkeypatch
+    space, incs, monkeypatch
 ):
-    incs = await fleet(space)
     known = Columns()
     await look(space, known)
     await space.redis.hset(space.key("load"), str(incs[0]), "1 2 3 4 5 6 0 8 9 10 11 12")
@@ -307,9 +307,8 @@ async def raw_changes(space, known):
     return reply[0]
 
 
-async def test_versions_lost_with_a_failover_are_not_counted_to_again(space):
+async def test_versions_lost_with_a_failover_are_not_counted_to_again(space, incs):
     """Though the clock of the new master is behind them."""
-    incs = await fleet(space)
     ahead = await space.now_ms() * 1000 + 60_000_000
     await space.redis.zadd(space.key("versions"), {str(incs[0]): ahead})
     runs = []

@@ -15,6 +15,11 @@ async def alive(space, name, life="1000.5"):
     return inc
 
 
+@pytest.fixture
+async def inc(space):
+    return await alive(space, "a")
+
+
 async def lives(space, inc, life):
     space.infos[inc] = replace(space.infos[inc], engine_life=life)
     assert await space.renew(inc)
@@ -42,8 +47,7 @@ async def marked(space):
 
 
 @pytest.mark.oldest_too
-async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space):
-    inc = await alive(space, "a")
+async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space, inc):
     await space.reserve(inc, "r0")
     assert await taint(space, space.infos[inc])
     assert not await taint(space, space.infos[inc])
@@ -82,24 +86,21 @@ async def test_a_damaged_record_taints_nobody(space, text):
     assert (await space.loads()).fetches == []
 
 
-async def test_its_agent_hears_of_it_with_the_next_renewal(space):
-    inc = await alive(space, "a")
+async def test_its_agent_hears_of_it_with_the_next_renewal(space, inc):
     await taint(space, space.infos[inc])
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=1000)
     assert await space.do(call) == leases.Renewal(1, drains=False, tainted=True)
 
 
 @pytest.mark.parametrize("life", ["2000.5", "1000.5+7"])
-async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(space, life):
-    inc = await alive(space, "a")
+async def test_an_engine_that_has_begun_anew_or_dropped_what_it_held_is_back(space, inc, life):
     await taint(space, space.infos[inc])
     await lives(space, inc, life)
     assert list((await space.loads()).loads) == [inc]
     assert await marked(space) == []
 
 
-async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(space):
-    inc = await alive(space, "a")
+async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back(space, inc):
     await taint(space, space.infos[inc])
     resynced = (await space.register("a", resync=True)).incarnation
     await lives(space, resynced, "1000.5")
@@ -114,24 +115,22 @@ async def test_neither_another_agent_nor_a_resync_nor_an_operator_brings_it_back
     assert not (await space.loads()).loads
 
 
-async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space):
-    inc = await alive(space, "a")
+async def test_no_router_vouches_for_a_tainted_engine_whose_agent_is_away(space, inc):
     await taint(space, space.infos[inc])
     await space.redis.zadd(space.keys["leases"], {str(inc): await space.now_ms() - 10_000})
     assert await space.do(leases.vouch(space.keys, [inc], most_ms=60_000)) == [True]
     assert not (await space.loads()).loads
 
 
-async def test_an_engine_that_does_not_tell_its_life_stays_out(space, inc):
-    assert await taint(space, space.infos[inc])
-    assert await space.renew(inc)
+async def test_an_engine_that_does_not_tell_its_life_stays_out(space, a):
+    assert await taint(space, space.infos[a])
+    assert await space.renew(a)
     assert not (await space.loads()).loads
-    await lives(space, inc, "seen 2")
-    assert list((await space.loads()).loads) == [inc]
+    await lives(space, a, "seen 2")
+    assert list((await space.loads()).loads) == [a]
 
 
-async def test_what_was_given_to_an_engine_taints_that_process_alone(space):
-    inc = await alive(space, "a")
+async def test_what_was_given_to_an_engine_taints_that_process_alone(space, inc):
     before = space.infos[inc]
     await lives(space, inc, "2000.5")
     assert not await taint(space, before)
@@ -146,8 +145,7 @@ async def test_what_was_given_to_an_engine_taints_that_process_alone(space):
     assert list((await space.loads()).loads) == [inc]
 
 
-async def test_an_agent_restores_what_redis_has_lost_of_it(space):
-    inc = await alive(space, "a")
+async def test_an_agent_restores_what_redis_has_lost_of_it(space, inc):
     call = leases.renew(space.keys, space.infos[inc], inc, "nonce-a", ttl_ms=60_000, tainted=True)
     assert (await space.do(call)).tainted
     assert not (await space.loads()).loads

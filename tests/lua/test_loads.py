@@ -48,8 +48,7 @@ async def test_a_namespace_without_live_workers_has_no_loads(space, inc):
 
 
 @pytest.mark.parametrize(("text", "held"), [("1", 1), ("9", 9), ("0", 0)])
-async def test_a_namespace_of_another_version_is_an_error(space, text, held):
-    await space.worker("a")
+async def test_a_namespace_of_another_version_is_an_error(space, a, text, held):
     await space.redis.hset(space.key("meta"), "version", text)
     with pytest.raises(WrongVersion, match=f"namespace 'test' holds version {held} of the data"):
         await space.loads()
@@ -113,8 +112,7 @@ async def test_workers_ms_is_never_what_it_was_though_the_clock_is(space, inc):
     assert (await space.loads()).workers_ms == ahead + 2
 
 
-async def test_workers_ms_changes_only_when_a_worker_registers(space):
-    await space.worker("a")
+async def test_workers_ms_changes_only_when_a_worker_registers(space, a):
     before = (await space.loads()).workers_ms
     assert (await space.loads()).workers_ms == before
     await eventually(space.now_ms, lambda now: now != before)

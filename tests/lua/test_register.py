@@ -77,8 +77,9 @@ async def test_a_namespace_of_another_version_is_left_as_it_is(space, inc, text,
 
 
 @pytest.mark.parametrize("known", [("a",), ()])
-async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registration(space, known):
-    await space.worker("a")
+async def test_a_version_that_was_lost_is_unknown_and_comes_back_with_a_registration(
+    space, old, known
+):
     await space.redis.hdel(space.key("meta"), "version")
     if not known:
         await space.redis.delete(space.key("workers"))
@@ -110,8 +111,7 @@ async def test_a_registration_replaces_only_its_own_worker(space, a, b):
     assert await space.release("r1")
 
 
-async def test_a_resync_is_staged_while_the_old_incarnation_lives(space):
-    old = await space.worker("a")
+async def test_a_resync_is_staged_while_the_old_incarnation_lives(space, old):
     await space.hold(old, [A])
     staged = await space.register("a", resync=True)
     assert staged == Registration(Incarnation(2), predecessor_lives=True, shards=1)
@@ -120,15 +120,13 @@ async def test_a_resync_is_staged_while_the_old_incarnation_lives(space):
     assert await space.match([A]) == [{old: TierOverlap(device=1)}]
 
 
-async def test_a_staged_incarnation_cannot_be_reserved_on(space):
-    await space.worker("a")
+async def test_a_staged_incarnation_cannot_be_reserved_on(space, old):
     staged = await space.worker("a", resync=True)
     refused = await space.reserve(staged, "r1")
     assert refused.reason == "lapsed"
 
 
-async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space):
-    old = await space.worker("a")
+async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space, old):
     await space.reserve(old, "r1", tokens=100, us=5000, blocks=7)
     assert await space.renew(old, ttl_ms=1)
     await space.until_lease_lapses(old)
@@ -139,8 +137,7 @@ async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space):
     assert await space.release("r1")
 
 
-async def test_a_resync_in_an_emptied_redis_starts_afresh(space):
-    await space.worker("a")
+async def test_a_resync_in_an_emptied_redis_starts_afresh(space, old):
     await space.redis.flushall()
     other = await space.worker("b")
     again = await space.register("a", resync=True)
@@ -148,8 +145,7 @@ async def test_a_resync_in_an_emptied_redis_starts_afresh(space):
     assert (await space.loads()).loads == {other: NO_LOAD, again.incarnation: NO_LOAD}
 
 
-async def test_a_process_replaced_by_a_live_one_cannot_resync(space):
-    await space.worker("a")
+async def test_a_process_replaced_by_a_live_one_cannot_resync(space, old):
     other = await space.worker("a", nonce="other")
     with pytest.raises(WorkerReplaced, match="worker a:0"):
         await space.worker("a", resync=True)
@@ -167,9 +163,8 @@ async def test_a_process_whose_entry_was_lost_can_still_be_replaced(space):
     assert set((await space.loads()).loads) == {new}
 
 
-async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space):
+async def test_a_process_that_does_not_know_of_its_own_switch_may_resync(space, old):
     """The answer to `activate` was lost."""
-    old = await space.worker("a")
     new = await space.worker("a", resync=True)
     assert await space.activate("a", new)
     assert await registered(space, "a", held=old) == 3
@@ -183,8 +178,7 @@ async def registered(space, worker, held=None):
     return (await space.do(call)).incarnation
 
 
-async def test_registering_alone_does_not_change_routing(space):
-    old = await space.worker("a")
+async def test_registering_alone_does_not_change_routing(space, old):
     new = await registered(space, "a")
     assert set((await space.loads()).loads) == {old}
     assert await space.get("current", "a:0") == str(old)
@@ -227,8 +221,7 @@ async def test_a_current_entry_with_another_worker_s_number_replaces_nobody(spac
 
 
 @pytest.mark.parametrize("entry", [None, "5"])
-async def test_a_current_entry_with_an_unknown_worker_s_number_replaces_nobody(space, entry):
-    await space.worker("a")
+async def test_a_current_entry_with_an_unknown_worker_s_number_replaces_nobody(space, old, entry):
     other = await space.worker("b")
     await space.redis.hset(space.key("current"), "a:0", str(other))
     if entry is None:

@@ -33,14 +33,14 @@ async def test_a_renewal_tells_how_many_incarnations_have_a_lease(space):
     assert await space.do(leases.renew(*nonces, ttl_ms=LONG_MS)) == leases.Renewal(1)
 
 
-async def test_a_lapsed_lease_is_revived_with_its_reservations(space, inc):
-    await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
-    await space.renew(inc, ttl_ms=1)
-    await space.until_lease_lapses(inc)
+async def test_a_lapsed_lease_is_revived_with_its_reservations(space, a):
+    await space.reserve(a, "r1", tokens=100, us=5000, blocks=7)
+    await space.renew(a, ttl_ms=1)
+    await space.until_lease_lapses(a)
     assert (await space.loads()).loads == {}
     assert await space.retire_lapsed(grace_ms=60_000) == 0
-    assert await space.renew(inc)
-    assert (await space.load(inc)).requests == 1
+    assert await space.renew(a)
+    assert (await space.load(a)).requests == 1
 
 
 async def test_a_retired_incarnation_cannot_renew_its_lease(space):
@@ -72,13 +72,14 @@ async def test_a_staged_incarnation_renews_its_lease_like_any_other(space):
 
 
 RECORDS = {"r1": "100 5000 7 p -", "r2": "60 2000 4 p -", "r3": "30 1000 2 d -"}
-"""The requests of `busy_worker`."""
+"""The requests of `inc`."""
 BUSY_LOAD = Load(
     prefill_tokens=160, prefill_us=7000, head_us=5000, blocks=13, requests=3, decoding=1
 )
 
 
-async def busy_worker(space):
+@pytest.fixture
+async def inc(space):
     """Worker a with two requests that prefill and one that decodes."""
     inc = await space.worker("a")
     await space.reserve(inc, "r1", tokens=100, us=5000, blocks=7)
@@ -99,7 +100,7 @@ async def repaired_load(space, inc):
     return replace(await space.load(inc), head_since_ms=0, total=0)
 
 
-async def test_renewing_an_intact_worker_changes_only_its_lease(space):
+async def test_renewing_an_intact_worker_changes_only_its_lease(space, inc):
     async def everything():
         expiry = await space.redis.zrange(space.key("expiry"), 0, -1, withscores=True)
         return await space.contents(), expiry
@@ -107,20 +108,19 @@ async def test_renewing_an_intact_worker_changes_only_its_lease(space):
     async def writes():
         return int((await space.redis.info("persistence"))["rdb_changes_since_last_save"])
 
-    inc = await busy_worker(space)
     before, written = await everything(), await writes()
     assert await space.renew(inc)
     assert await everything() == before
     assert await writes() <= written + 1
 
 
-async def test_more_requests_than_one_command_takes_are_counted(space, inc):
+async def test_more_requests_than_one_command_takes_are_counted(space, a):
     ids = [f"r{n}" for n in range(1001)]
-    await space.redis.hset(space.keys[f"requests:{inc}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
-    await space.redis.hset(space.key("reservations"), mapping=dict.fromkeys(ids, str(inc)))
+    await space.redis.hset(space.keys[f"requests:{a}"], mapping=dict.fromkeys(ids, "1 1 2 d -"))
+    await space.redis.hset(space.key("reservations"), mapping=dict.fromkeys(ids, str(a)))
     await space.redis.zadd(space.key("expiry"), dict.fromkeys(ids, 5))
-    assert await space.renew(inc)
-    load = await space.load(inc)
+    assert await space.renew(a)
+    load = await space.load(a)
     assert (load.requests, load.decoding, load.blocks) == (1001, 1001, 2002)
     assert await space.redis.zcount(space.key("expiry"), 5, 5) == 1001
 
@@ -140,15 +140,13 @@ async def test_more_requests_than_one_command_takes_are_counted(space, inc):
         "160 7000 5000 0 13 3 0 3 0 0 0 0",
     ],
 )
-async def test_a_load_that_does_not_match_the_requests_is_recounted(space, load):
-    inc = await busy_worker(space)
+async def test_a_load_that_does_not_match_the_requests_is_recounted(space, inc, load):
     await space.redis.hset(space.key("load"), str(inc), load)
     assert await space.renew(inc)
     assert await repaired_load(space, inc) == BUSY_LOAD
 
 
-async def test_a_deleted_load_is_recounted(space):
-    inc = await busy_worker(space)
+async def test_a_deleted_load_is_recounted(space, inc):
     await space.redis.delete(space.key("load"))
     assert await space.renew(inc)
     assert await repaired_load(space, inc) == BUSY_LOAD
@@ -173,8 +171,7 @@ async def test_a_source_whose_request_redis_has_lost_owes_nothing_after_a_heartb
     assert (await space.load(b)).blocks == 18
 
 
-async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(space):
-    inc = await busy_worker(space)
+async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(space, inc):
     for load, tokens in (("99 0 0 0 0 0 0 0 0 0 0 0", 99), ("spoilt", 160)):
         await space.redis.hset(space.key("load"), str(inc), load)
         call = leases.renew(space.keys, info("a"), inc, "nonce-a", ttl_ms=LONG_MS, thorough=False)
@@ -182,8 +179,7 @@ async def test_a_renewal_that_is_not_thorough_recounts_only_an_unreadable_load(s
         assert (await space.load(inc)).prefill_tokens == tokens
 
 
-async def test_a_deleted_or_corrupt_queue_is_rebuilt(space):
-    inc = await busy_worker(space)
+async def test_a_deleted_or_corrupt_queue_is_rebuilt(space, inc):
     queue = space.keys[f"prefills:{inc}"]
     await space.redis.delete(queue)
     await space.redis.rpush(queue, "junk", "r2", "r3", "r2", "r1")
@@ -202,8 +198,7 @@ async def test_a_deleted_or_corrupt_queue_is_rebuilt(space):
 @pytest.mark.parametrize(
     "record", ["", "spoilt", "100 5000 7 p", "100 5000 7 x -", f"1 1 {10**12} p -"]
 )
-async def test_a_request_with_an_unreadable_record_is_forgotten(space, record):
-    inc = await busy_worker(space)
+async def test_a_request_with_an_unreadable_record_is_forgotten(space, inc, record):
     await space.redis.hset(space.keys[f"requests:{inc}"], "r1", record)
     assert await space.renew(inc)
     load = await space.load(inc)
@@ -213,8 +208,7 @@ async def test_a_request_with_an_unreadable_record_is_forgotten(space, record):
 
 
 @pytest.mark.parametrize("key", ["reservations", "expiry"])
-async def test_a_request_without_reservation_or_expiry_is_forgotten(space, key):
-    inc = await busy_worker(space)
+async def test_a_request_without_reservation_or_expiry_is_forgotten(space, inc, key):
     if key == "reservations":
         await space.redis.hdel(space.key(key), "r1", "r3")
     else:
@@ -229,8 +223,7 @@ async def test_a_request_without_reservation_or_expiry_is_forgotten(space, key):
     assert await space.redis.lrange(space.keys[f"prefills:{inc}"], 0, -1) == [b"r2"]
 
 
-async def test_deleted_requests_no_longer_count(space):
-    inc = await busy_worker(space)
+async def test_deleted_requests_no_longer_count(space, inc):
     await space.redis.delete(space.keys[f"requests:{inc}"])
     assert await space.renew(inc)
     load = await space.load(inc)
@@ -244,31 +237,30 @@ async def test_deleted_requests_no_longer_count(space):
     assert await space.release("r1"), "its reservation is still known"
 
 
-async def test_a_request_reserved_again_on_another_worker_stays_there(space):
-    inc, other = await busy_worker(space), await space.worker("b")
+async def test_a_request_reserved_again_on_another_worker_stays_there(space, inc, b):
     await space.redis.hdel(space.key("reservations"), "r1")
     await space.redis.zrem(space.key("expiry"), "r1")
-    await space.reserve(other, "r1", blocks=9)
+    await space.reserve(b, "r1", blocks=9)
     assert await space.renew(inc)
     assert (await space.load(inc)).requests == 2
-    assert (await space.load(other)).blocks == 9
+    assert (await space.load(b)).blocks == 9
     assert await space.release("r1")
-    assert (await space.load(other)).blocks == 0
+    assert (await space.load(b)).blocks == 0
 
 
-async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(space, inc):
+async def test_an_incarnation_that_is_no_longer_a_writer_must_register_again(space, a):
     for nonce in ("spoilt", ""):
-        await space.redis.hset(space.key("writers"), str(inc), nonce)
-        assert not await space.renew(inc)
+        await space.redis.hset(space.key("writers"), str(a), nonce)
+        assert not await space.renew(a)
     await space.redis.delete(space.key("writers"))
-    assert not await space.renew(inc)
+    assert not await space.renew(a)
 
 
 @pytest.mark.parametrize("name", ["leases", "load", "current", "workers", "meta"])
-async def test_any_other_deleted_key_is_restored(space, inc, name):
+async def test_any_other_deleted_key_is_restored(space, a, name):
     before = await space.contents()
     await space.redis.delete(space.key(name))
-    assert await space.renew(inc)
+    assert await space.renew(a)
     after = await space.contents()
     if name in ("workers", "meta"):
         moment = re.compile(r"b'workers_ms', b'\d+'")
@@ -296,34 +288,34 @@ async def test_a_process_replaced_after_redis_lost_it_cannot_renew(space):
     assert await space.get("current", "a:0") == str(other)
 
 
-async def test_workers_register_again_if_the_namespace_has_another_version(space, inc):
+async def test_workers_register_again_if_the_namespace_has_another_version(space, a):
     await space.redis.hset(space.key("meta"), "version", "9")
-    assert not await space.renew(inc)
+    assert not await space.renew(a)
     assert await space.get("meta", "version") == "9"
 
 
-async def test_a_version_that_was_lost_is_that_of_the_workers(space, inc):
+async def test_a_version_that_was_lost_is_that_of_the_workers(space, a):
     await space.redis.hdel(space.key("meta"), "version")
-    assert await space.renew(inc)
+    assert await space.renew(a)
     assert await space.get("meta", "version") == str(DATA_VERSION)
     await space.redis.delete(space.key("meta"))
-    assert await space.renew(inc)
+    assert await space.renew(a)
     assert await space.get("meta", "version") == str(DATA_VERSION)
 
 
-async def test_workers_register_again_if_the_number_of_shards_changed(space, inc):
+async def test_workers_register_again_if_the_number_of_shards_changed(space, a):
     await space.redis.hset(space.key("meta"), "shards", "3")
-    assert not await space.renew(inc)
+    assert not await space.renew(a)
     again = await space.register("a", resync=True)
     assert again.shards == 3
 
 
 @pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
-async def test_an_invalid_number_of_shards_is_corrected(space, inc, shards):
+async def test_an_invalid_number_of_shards_is_corrected(space, a, shards):
     await space.redis.hset(space.key("meta"), "shards", shards)
     with pytest.raises(NamespaceMissing):
         await space.loads()
-    assert await space.renew(inc)
+    assert await space.renew(a)
     assert (await space.loads()).shards == 1
 
 

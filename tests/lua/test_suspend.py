@@ -19,13 +19,29 @@ async def fleet(space, size):
     return found
 
 
+@pytest.fixture
+async def both(space):
+    return await fleet(space, 2)
+
+
+@pytest.fixture
+def failing(both):
+    return both[0]
+
+
+@pytest.fixture
+def other(both):
+    return both[1]
+
+
 async def live(space):
     return sorted((await space.loads()).loads)
 
 
 @pytest.mark.oldest_too
-async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(space):
-    failing, other = await fleet(space, 2)
+async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
+    space, failing, other
+):
     await space.hold(failing, [A])
     assert await space.suspend("r0") == failing
     assert await live(space) == [other]
@@ -38,16 +54,14 @@ async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(sp
     assert failing in found
 
 
-async def test_a_suspended_worker_that_does_not_renew_is_retired(space):
-    failing, other = await fleet(space, 2)
+async def test_a_suspended_worker_that_does_not_renew_is_retired(space, failing, other):
     await space.suspend("r0")
     assert await space.retire_lapsed() == 1
     assert await space.lost() == [failing]
     assert await live(space) == [other]
 
 
-async def test_a_request_without_a_reservation_suspends_nobody(space):
-    both = await fleet(space, 2)
+async def test_a_request_without_a_reservation_suspends_nobody(space, both):
     await space.release("r0")
     before = await space.contents()
     for request_id in ("r0", "unknown"):
@@ -94,8 +108,7 @@ async def test_incarnations_that_are_not_routed_to_yet_do_not_count_as_workers(s
     assert await space.suspend("r0") == last
 
 
-async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(space):
-    both = await fleet(space, 2)
+async def test_a_reservation_of_a_worker_that_does_not_exist_suspends_nobody(space, both):
     for written in ("99", "nonsense"):
         await space.redis.hset(space.keys["reservations"], "r0", written)
         assert await space.suspend("r0") is None
@@ -134,8 +147,7 @@ async def pause_ms(space, failing):
     return max(0, mark.until_ms - mark.last_ms)
 
 
-async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space):
-    failing, _ = await fleet(space, 2)
+async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space, failing):
     pauses = []
     for _ in range(9):
         assert await fail_again(space, failing) == failing
@@ -143,8 +155,7 @@ async def test_the_pause_doubles_with_each_failure_up_to_a_minute(space):
     assert pauses == [0, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000, 60_000]
 
 
-async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space):
-    failing, other = await fleet(space, 2)
+async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space, failing, other):
     await fail_again(space, failing)
     assert await space.renew(failing)
     assert await live(space) == [failing, other]
@@ -160,15 +171,15 @@ async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space):
     assert refused.reason == "lapsed"
 
 
-async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space):
-    failing, _ = await fleet(space, 2)
+async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space, failing):
     for _ in range(7):
         await fail_again(space, failing, replace(BROKEN, most_s=SOON_S))
     assert await pause_ms(space, failing) == 1000 * SOON_S < 10_000
 
 
-async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(space):
-    failing, other = await fleet(space, 2)
+async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
+    space, failing, other
+):
     await space.do(leases.drain(space.keys, WorkerKey("w1")))
     for _ in range(7):
         assert await fail_again(space, failing) is None
@@ -179,8 +190,7 @@ async def test_a_worker_that_cannot_be_left_alone_is_not_for_longer_when_it_can(
     assert await pause_ms(space, failing) == 2000
 
 
-async def test_an_answer_ends_a_row_of_failures_and_the_trial(space):
-    failing, _ = await fleet(space, 2)
+async def test_an_answer_ends_a_row_of_failures_and_the_trial(space, failing):
     await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
     assert await is_on_trial(space, failing)
     await space.reserve(failing, "good", attempt="2000-a")
@@ -191,8 +201,7 @@ async def test_an_answer_ends_a_row_of_failures_and_the_trial(space):
     assert not (await space.loads()).marks
 
 
-async def test_only_one_that_was_left_alone_is_on_trial(space):
-    failing, _ = await fleet(space, 2)
+async def test_only_one_that_was_left_alone_is_on_trial(space, failing):
     trials = []
     for _ in range(2):
         await fail_again(space, failing, replace(BROKEN, in_a_row=2))
@@ -209,8 +218,7 @@ async def test_first_tokens_of_before_the_pause_are_none_of_the_trial(space):
     assert await space.get("verdicts", "w0:0") == before
 
 
-async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(space):
-    failing, _ = await fleet(space, 2)
+async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(space, failing):
     await space.mark("w0", failed=failed(3, share=1000, until_ms=1000))
     await space.reserve(failing, "waited", attempt="500-a")
     await space.prefill_complete("waited")
@@ -218,8 +226,7 @@ async def test_a_first_token_ends_a_trial_however_long_its_request_had_waited(sp
     assert (found.count, found.share, await is_on_trial(space, failing)) == (3, 0, False)
 
 
-async def test_an_answer_that_came_whole_ends_a_row_of_failures(space):
-    failing, _ = await fleet(space, 2)
+async def test_an_answer_that_came_whole_ends_a_row_of_failures(space, failing):
     await space.mark("w0", failed=failed(3, until_ms=1000))
     await space.reserve(failing, "other", attempt="2000-a")
     await space.release("other", whole=True)
@@ -231,8 +238,7 @@ async def test_an_answer_that_came_whole_ends_a_row_of_failures(space):
     [("500-a", True, True), ("2000-a", False, True), ("2000-a", True, False)],
     ids=["routed before the failure", "not answered", "without a first token"],
 )
-async def test_no_other_release_ends_it(space, attempt, answered, first_token):
-    failing, _ = await fleet(space, 2)
+async def test_no_other_release_ends_it(space, failing, attempt, answered, first_token):
     await space.mark("w0", failed=failed(3))
     await space.reserve(failing, "other", attempt=attempt)
     if first_token:
@@ -241,8 +247,7 @@ async def test_no_other_release_ends_it(space, attempt, answered, first_token):
     assert (await known(space, failing)).count == 3
 
 
-async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(space):
-    failing, _ = await fleet(space, 2)
+async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(space, failing):
     shares = []
     for number in range(3):
         now_ms = await space.now_ms()
@@ -259,8 +264,7 @@ async def test_failed_tries_are_a_share_that_grows_with_failures_and_fades(space
     assert failing in await live(space)
 
 
-async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(space):
-    failing, _ = await fleet(space, 2)
+async def test_one_failure_of_a_kind_that_needs_two_in_a_row_suspends_nobody(space, failing):
     refuses = replace(BROKEN, in_a_row=2)
     assert await fail_again(space, failing, refuses) is None
     assert await fail_again(space, failing, refuses) == failing
@@ -278,16 +282,14 @@ async def test_a_worker_that_takes_no_more_is_left_alone_for_as_long_as_it_asks(
     assert before_ms + 7000 <= found.until_ms <= await space.now_ms() + 7000
 
 
-async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended(space):
-    failing, _ = await fleet(space, 2)
+async def test_a_failure_is_counted_against_a_worker_whose_reservation_has_ended(space, failing):
     await space.release("r0")
     assert await space.suspend("r0", incarnation=failing, sent_ms=1000) == failing
     assert (await known(space, failing)).count == 1
     assert await space.suspend("r0", incarnation=Incarnation(99), sent_ms=1000) is None
 
 
-async def test_requests_of_before_the_last_failure_do_not_add_to_it(space):
-    failing, _ = await fleet(space, 2)
+async def test_requests_of_before_the_last_failure_do_not_add_to_it(space, failing):
     await space.suspend("r0")
     await space.renew(failing)
     before = await known(space, failing)
@@ -297,8 +299,9 @@ async def test_requests_of_before_the_last_failure_do_not_add_to_it(space):
     assert (after.count, after.last_ms) == (before.count, before.last_ms)
 
 
-async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(space):
-    failing, _ = await fleet(space, 2)
+async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_waited(
+    space, failing
+):
     await space.mark("w0", failed=failed(1))
     await space.reserve(failing, "waited", attempt="500-a")
     assert await space.suspend("waited", sent_ms=1001) == failing
@@ -308,16 +311,14 @@ async def test_what_counts_is_when_a_request_was_sent_and_not_how_long_it_had_wa
 POEMS = replace(BROKEN, cause="not_found", in_a_row=2, most_s=SOON_S, mark=f"{LACKS}poems")
 
 
-async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space):
-    both = await fleet(space, 2)
+async def test_a_worker_is_left_alone_for_what_it_lacks_alone(space, both):
     assert await space.suspend("r0", POEMS, sent_ms=1000) is None
     snapshot = await space.loads()
     assert sorted(snapshot.loads) == both
     assert list(snapshot.marks[both[0]]) == [POEMS.mark]
 
 
-async def test_a_worker_that_lacks_many_things_fails(space):
-    failing, other = await fleet(space, 2)
+async def test_a_worker_that_lacks_many_things_fails(space, failing, other):
     for number in range(6):
         await later(space)
         one = replace(POEMS, mark=f"{LACKS}{number}")
@@ -328,8 +329,7 @@ async def test_a_worker_that_lacks_many_things_fails(space):
     assert marks.failed.cause == "not_found"
 
 
-async def test_what_a_worker_lacked_long_ago_is_forgotten(space):
-    failing, _ = await fleet(space, 2)
+async def test_what_a_worker_lacked_long_ago_is_forgotten(space, failing):
     await space.mark("w0", **{f"{LACKS}{number}": failed(3) for number in range(4)})
     await space.suspend("r0", POEMS, sent_ms=1000)
     assert list((await space.loads()).marks[failing]) == [POEMS.mark]
@@ -356,8 +356,7 @@ async def fail_for(space, *callers, failure=WITNESSED):
     return found
 
 
-async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(space):
-    both = await fleet(space, 2)
+async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(space, both):
     assert await fail_for(space, *"aaaa") == [None] * 4
     assert await live(space) == both
     marks = (await space.loads()).marks[both[0]]
@@ -369,8 +368,7 @@ async def test_a_failure_that_one_caller_has_seen_is_its_own_until_another_has(s
 
 
 @pytest.mark.parametrize("failure", [REPORTED, replace(WITNESSED, counts=Counts.CALLER)])
-async def test_what_is_a_caller_s_own_is_no_witness(space, failure):
-    both = await fleet(space, 2)
+async def test_what_is_a_caller_s_own_is_no_witness(space, both, failure):
     assert await fail_for(space, *"abcabc", failure=failure) == [None] * 6
     if failure is REPORTED:
         assert await fail_for(space, "d") == [None]
@@ -390,8 +388,7 @@ async def test_of_many_callers_the_latest_are_known(space):
     assert sorted((await space.loads()).marks[first]) == [f"{CALLER}{one}" for one in "ghijklmn"]
 
 
-async def test_the_last_worker_is_tried_again_however_often_it_failed(space):
-    failing, other = await fleet(space, 2)
+async def test_the_last_worker_is_tried_again_however_often_it_failed(space, failing, other):
     await fail_again(space, failing)
     await fail_again(space, failing)
     assert await space.renew(failing)
@@ -405,8 +402,9 @@ async def test_the_last_worker_is_tried_again_however_often_it_failed(space):
     assert await live(space) == [other]
 
 
-async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_process(space):
-    failing, other = await fleet(space, 2)
+async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_process(
+    space, failing, other
+):
     await fail_again(space, failing)
     await fail_again(space, failing)
     again = await space.worker("w0", resync=True)
@@ -424,8 +422,7 @@ async def test_a_paused_worker_stays_so_under_a_new_incarnation_but_not_a_new_pr
         '{"failed":{"count":9,"until_ms":99999999999999,"last_ms":99999999999999,"share":-1}}',
     ],
 )
-async def test_a_spoilt_record_counts_for_nothing(space, text):
-    failing, other = await fleet(space, 2)
+async def test_a_spoilt_record_counts_for_nothing(space, failing, other, text):
     await space.redis.hset(space.keys["verdicts"], mapping={"w0:0": text, "junk": text})
     await space.renew(failing)
     assert await live(space) == [failing, other]

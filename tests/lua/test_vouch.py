@@ -23,6 +23,11 @@ async def lapsed(space, name):
     return inc
 
 
+@pytest.fixture
+async def inc(space):
+    return await lapsed(space, "a")
+
+
 async def after(space, at_ms):
     await eventually(space.now_ms, lambda now: now > at_ms)
 
@@ -33,14 +38,14 @@ async def told(space, *kinds):
 
 
 @pytest.mark.oldest_too
-async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(space, inc):
-    await space.reserve(inc, "r1")
-    await space.redis.zadd(space.key("leases"), {str(inc): await space.now_ms() + 500})
-    assert await vouch(space, inc) == [True]
+async def test_a_worker_whose_engine_answers_stays_in_service_without_its_agent(space, a):
+    await space.reserve(a, "r1")
+    await space.redis.zadd(space.key("leases"), {str(a): await space.now_ms() + 500})
+    assert await vouch(space, a) == [True]
     snapshot = await space.loads()
-    assert (list(snapshot.loads), list(snapshot.away)) == ([inc], [inc])
-    assert await space.reserve(inc, "r2") is None
-    assert (await space.load(inc)).requests == 2
+    assert (list(snapshot.loads), list(snapshot.away)) == ([a], [a])
+    assert await space.reserve(a, "r2") is None
+    assert (await space.load(a)).requests == 2
 
 
 async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space):
@@ -51,16 +56,14 @@ async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space):
     assert not (await space.loads()).away
 
 
-async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(space):
-    inc = await lapsed(space, "a")
+async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(space, inc):
     await vouch(space, inc)
     assert await space.reserve(inc, "r1", max_requests=1) is None
     refused = await space.reserve(inc, "r2", max_requests=1)
     assert refused.reason == "full"
 
 
-async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(space):
-    inc = await lapsed(space, "a")
+async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(space, inc):
     await space.reserve(inc, "r0")
     await vouch(space, inc)
     await space.reserve(inc, "r1")
@@ -71,9 +74,8 @@ async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(s
     assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
-async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(space):
+async def test_an_agent_of_an_earlier_release_that_is_back_ends_the_absence_too(space, inc):
     """It renews the lease, and leaves the mark."""
-    inc = await lapsed(space, "a")
     await vouch(space, inc)
     (since_ms,) = (await space.loads()).away.values()
     await space.redis.zadd(space.key("leases"), {str(inc): await space.now_ms() + 3500})
@@ -116,8 +118,7 @@ async def test_a_process_is_not_kept_out_by_one_that_is_away(space):
         await space.do(again)
 
 
-async def test_one_that_said_goodbye_is_gone(space):
-    inc = await lapsed(space, "a")
+async def test_one_that_said_goodbye_is_gone(space, inc):
     await vouch(space, inc)
     assert await space.retire("a", inc)
     assert await vouch(space, inc) == [False]
@@ -125,8 +126,7 @@ async def test_one_that_said_goodbye_is_gone(space):
     assert await space.redis.hlen(space.key("verdicts")) == 0
 
 
-async def test_one_that_drains_gets_nothing_and_can_be_put_back(space):
-    inc = await lapsed(space, "a")
+async def test_one_that_drains_gets_nothing_and_can_be_put_back(space, inc):
     await vouch(space, inc)
     await space.do(leases.drain(space.keys, WorkerKey("a")))
     assert await vouch(space, inc) == [True]
@@ -193,8 +193,7 @@ async def test_one_that_is_staged_is_not_vouched_for(space):
     assert await vouch(space, staged) == [False]
 
 
-async def test_after_the_longest_absence_nobody_vouches_any_more(space):
-    inc = await lapsed(space, "a")
+async def test_after_the_longest_absence_nobody_vouches_any_more(space, inc):
     assert await vouch(space, inc) == [True]
     await space.redis.zadd(space.key("leases"), {str(inc): 1})
     (since_ms,) = (await space.loads()).away.values()
@@ -224,8 +223,7 @@ async def test_those_that_are_kept_hold_up_no_retirement(space):
     assert await space.lost() == [gone]
 
 
-async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is_back(space):
-    inc = await lapsed(space, "a")
+async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is_back(space, inc):
     kinds = (b"away", b"back")
     await vouch(space, inc)
     await space.renew(inc)
@@ -242,8 +240,7 @@ async def test_operators_are_told_once_that_an_agent_is_away_and_once_that_it_is
 
 
 @pytest.mark.parametrize("text", ["spoilt", "[]", '{"away":7}', '{"away":{"until_ms":"5"}}'])
-async def test_a_record_that_somebody_spoilt_is_written_anew(space, text):
-    inc = await lapsed(space, "a")
+async def test_a_record_that_somebody_spoilt_is_written_anew(space, inc, text):
     await space.redis.hset(space.key("verdicts"), "a:0", text)
     assert not (await space.loads()).away
     assert await vouch(space, inc) == [True]
