@@ -9,8 +9,7 @@ def test_equal_prefixes_have_equal_names_and_others_have_others():
     trail = trail_of(TEXT, "m")
     assert len(trail) == len({*trail}) == 40
     assert trail_of(TEXT[: 10 * PIECE_BYTES + 5], "m") == trail[30:]
-    branched = trail_of(TEXT[: 9 * PIECE_BYTES] + TEXT[::-1], "m")
-    assert {*branched} & {*trail} == {*trail[31:]}
+    assert {*trail_of(TEXT[: 9 * PIECE_BYTES] + TEXT[::-1], "m")} & {*trail} == {*trail[31:]}
     assert {*trail_of(TEXT, "other")}.isdisjoint(trail)
 
 

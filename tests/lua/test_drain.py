@@ -24,8 +24,7 @@ async def test_nothing_goes_to_a_worker_that_drains_though_it_renews(space):
         assert snapshot.paused == [first]
         assert snapshot.verdict(first).state is State.DRAINING
         assert await space.renew(first)
-    refused = await space.reserve(first, "r1")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(first, "r1")).reason == "lapsed"
     assert await space.retire_lapsed(grace_ms=5000) == 0
     assert await space.release("r0")
     assert await drain(space) == 0

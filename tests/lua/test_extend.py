@@ -61,8 +61,7 @@ async def test_what_a_source_has_computed_is_kept_for_its_lease_and_no_longer(sp
         await space.prefill_complete("r1", 500, of_source=True)
     ends_ms = await space.expires_ms("expiry", "r1 source")
     assert await extend(space, inc) is EXTENDED
-    is_extended = await space.expires_ms("expiry", "r1 source") > ends_ms
-    assert is_extended == (state != "computed")
+    assert (await space.expires_ms("expiry", "r1 source") > ends_ms) == (state != "computed")
 
 
 async def test_a_redis_that_lost_everything_hears_again_what_is_carried(space):

@@ -59,8 +59,7 @@ async def test_nothing_goes_to_a_tainted_worker_be_it_the_last(space, inc):
         assert verdict.state is State.TAINTED
         assert verdict.cause.endswith("after a lease of b:0 had ended")
         assert await space.renew(inc)
-    refused = await space.reserve(inc, "r1")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(inc, "r1")).reason == "lapsed"
     assert await space.retire_lapsed(grace_ms=5000) == 0
     assert await space.release("r0")
 

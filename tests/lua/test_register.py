@@ -18,8 +18,7 @@ async def test_the_first_registration_creates_the_namespace(space):
     assert await space.get("meta", "block_size") == "4"
     assert await space.get("meta", "shards") == "3"
     assert await space.get("meta", "incarnations") == "1"
-    workers_ms = int(await space.get("meta", "workers_ms") or 0)
-    assert before <= workers_ms <= await space.now_ms()
+    assert before <= int(await space.get("meta", "workers_ms") or 0) <= await space.now_ms()
 
 
 async def test_the_number_of_shards_is_used_only_if_the_namespace_is_new(space):
@@ -122,8 +121,7 @@ async def test_a_resync_is_staged_while_the_old_incarnation_lives(space, old):
 
 async def test_a_staged_incarnation_cannot_be_reserved_on(space, old):
     staged = await space.worker("a", resync=True)
-    refused = await space.reserve(staged, "r1")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(staged, "r1")).reason == "lapsed"
 
 
 async def test_a_resync_after_the_lease_lapsed_takes_over_at_once(space, old):

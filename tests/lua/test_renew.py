@@ -306,8 +306,7 @@ async def test_a_version_that_was_lost_is_that_of_the_workers(space, a):
 async def test_workers_register_again_if_the_number_of_shards_changed(space, a):
     await space.redis.hset(space.key("meta"), "shards", "3")
     assert not await space.renew(a)
-    again = await space.register("a", resync=True)
-    assert again.shards == 3
+    assert (await space.register("a", resync=True)).shards == 3
 
 
 @pytest.mark.parametrize("shards", ["spoilt", "0", "-1", "1025", "1.5", "0x2", ""])
@@ -332,8 +331,7 @@ async def test_a_worker_whose_engine_is_ill_is_out_of_service_and_kept(space):
     assert await renew_ill(space, ill)
     snapshot = await space.loads()
     assert (list(snapshot.loads), snapshot.lapsed) == ([well], {ill})
-    refused = await space.reserve(ill, "r2")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(ill, "r2")).reason == "lapsed"
     assert await space.retire_lapsed(grace_ms=5_000) == 0
     assert await space.renew(ill)
     assert (await space.load(ill)).requests == 1

@@ -90,8 +90,7 @@ async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space
         router.add(fetching, await space.now_ms(), 0)
         if name == "r1":
             earliest_ms = before_ms + 30_000
-    comes_ms = (await space.load(inc)).receiving_until_ms
-    assert earliest_ms <= comes_ms <= router.receiving_until_ms
+    assert earliest_ms <= (await space.load(inc)).receiving_until_ms <= router.receiving_until_ms
     assert router.receiving_s(router.receiving_until_ms - 20_000) == 20.0
     assert router.receiving_s(router.receiving_until_ms + 1) == 0.0
 
@@ -146,8 +145,7 @@ async def test_an_unknown_worker_is_refused(space, a):
 
 async def test_a_worker_whose_lease_was_lost_is_refused(space, inc):
     await space.redis.delete(space.key("leases"))
-    refused = await space.reserve(inc, "r1")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(inc, "r1")).reason == "lapsed"
 
 
 async def test_a_full_worker_is_refused_even_when_the_router_insists(space, inc):
@@ -212,8 +210,7 @@ async def test_reserving_again_takes_the_request_from_another_worker(space, a, b
 async def test_a_try_that_began_before_the_reservation_it_would_replace_is_refused(space, a, b):
     assert await space.reserve(b, "r1", attempt="2000-bb") is None
     before = await space.contents()
-    late = await space.reserve(a, "r1", attempt="1999-aa", retry=True)
-    assert late.reason == "superseded"
+    assert (await space.reserve(a, "r1", attempt="1999-aa", retry=True)).reason == "superseded"
     assert await space.contents() == before
     assert await space.reserve(b, "r1", attempt="2000-bb", retry=True) is None, (
         "Redis may be sent it twice"
@@ -276,8 +273,7 @@ async def test_each_request_of_a_call_is_granted_or_refused_separately_and_in_or
     fresh = {a: await space.load(a), b: await space.load(b)}
     assert [refused.fresh.loads for refused in replies if refused] == [fresh] * 3
     assert (fresh[a].requests, fresh[b].requests) == (2, 1)
-    queued = await space.redis.lrange(space.keys[f"prefills:{a}"], 0, -1)
-    assert queued == [b"r1", b"r2"]
+    assert await space.redis.lrange(space.keys[f"prefills:{a}"], 0, -1) == [b"r1", b"r2"]
 
 
 async def test_a_request_that_counted_on_a_refused_one_is_refused_too(space, a, b):
@@ -383,8 +379,7 @@ async def test_a_request_that_is_sent_again_keeps_to_its_place(space, a, b):
 async def test_a_late_sending_of_a_request_is_refused(space, inc):
     await space.reserve(inc, "r1", attempt="1000-aa")
     await space.reserve(inc, "r1", attempt="2000-bb")
-    late = await space.reserve(inc, "r1", attempt="1999-bb")
-    assert late.reason == "superseded"
+    assert (await space.reserve(inc, "r1", attempt="1999-bb")).reason == "superseded"
     assert (await space.load(inc)).requests == 2
 
 

@@ -11,8 +11,7 @@ async def test_a_retired_worker_is_gone_at_once(space, a, b):
     assert set((await space.loads()).loads) == {b}
     assert await space.match([A]) == [{}]
     assert await space.get("current", "a:0") is None
-    refused = await space.reserve(a, "r1")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(a, "r1")).reason == "lapsed"
 
 
 async def test_a_retired_worker_s_reservations_are_dropped(space, a, b):

@@ -45,8 +45,7 @@ async def test_nothing_goes_to_the_worker_of_a_failed_request_until_it_renews(
     await space.hold(failing, [A])
     assert await space.suspend("r0") == failing
     assert await live(space) == [other]
-    refused = await space.reserve(failing, "r2")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(failing, "r2")).reason == "lapsed"
     assert await space.renew(failing)
     assert await live(space) == [failing, other]
     assert (await space.load(failing)).requests == 1
@@ -167,8 +166,7 @@ async def test_renewals_keep_a_paused_worker_but_do_not_revive_it(space, failing
     assert sorted(snapshot.loads) == [other]
     assert snapshot.paused == [failing]
     assert await space.retire_lapsed(grace_ms=60_000) == 0
-    refused = await space.reserve(failing, "r2")
-    assert refused.reason == "lapsed"
+    assert (await space.reserve(failing, "r2")).reason == "lapsed"
 
 
 async def test_a_worker_that_refuses_at_once_is_soon_tried_again(space, failing):

@@ -76,8 +76,7 @@ async def test_a_step_soon_after_another_only_notes_who_is_lost(space):
 @pytest.mark.parametrize("moment", ["", "spoilt", "9" * 15])
 async def test_no_corrupted_moment_keeps_steps_away(space, inc, moment):
     await space.redis.hset(space.key("shard"), "stepped_ms", moment)
-    step = await space.sweep(pause_ms=LONG_MS, idle_ms=LONG_MS)
-    assert step.writers == [inc]
+    assert (await space.sweep(pause_ms=LONG_MS, idle_ms=LONG_MS)).writers == [inc]
 
 
 async def test_a_missing_namespace_has_nothing_to_sweep(space):

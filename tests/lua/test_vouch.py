@@ -59,8 +59,7 @@ async def test_an_agent_that_has_its_lease_in_hand_needs_nobody(space):
 async def test_a_full_worker_is_promised_no_more_while_its_agent_is_away(space, inc):
     await vouch(space, inc)
     assert await space.reserve(inc, "r1", max_requests=1) is None
-    refused = await space.reserve(inc, "r2", max_requests=1)
-    assert refused.reason == "full"
+    assert (await space.reserve(inc, "r2", max_requests=1)).reason == "full"
 
 
 async def test_an_agent_that_is_back_renews_and_nothing_is_left_of_its_absence(space, inc):

@@ -57,8 +57,7 @@ async def test_what_is_computed_or_over_counts_no_longer(runner, redis):
     name = in_flight.alike(CHAIN, LEAST)
     await runner.one(in_flight.computed(KEYS, name, ["1-a"]))
     assert (await seen(runner)).blocks == {Incarnation(2): 96}
-    late = await seen(runner, NOW_MS + 10)
-    assert late == ({}, 0, [b"1-b"])
+    assert await seen(runner, NOW_MS + 10) == ({}, 0, [b"1-b"])
     await redis.hset(KEYS["computing:"] + name, "1-c", "spoilt")
     assert (await seen(runner)).over == [b"1-c"]
     assert 0 < await redis.pttl(KEYS["computing:"] + name) <= 60_000

@@ -210,8 +210,7 @@ async def test_a_redis_that_does_not_answer_in_time_is_unavailable(own_redis_ser
     ):
         await ScriptRunner(own_redis, timeout_s=0.1).run([LOADS, LOADS])
     # The late answers must not be taken for answers to a later call.
-    runner = ScriptRunner(own_redis, timeout_s=5)
-    assert await runner.run([RESERVE, RELEASE]) == [[None], ["-"]]
+    assert await ScriptRunner(own_redis, timeout_s=5).run([RESERVE, RELEASE]) == [[None], ["-"]]
 
 
 async def test_a_redis_that_cannot_be_reached_is_unavailable():
