@@ -1,7 +1,7 @@
 """Records what vLLM makes of chats: the expectations of test_exactness.py.
 
-    python -m tests.tokens.models FOLDER
     for family in chatml llama qwen parts; do
+        cp -r tests/data/door/$family FOLDER
         cp CONFIG FOLDER/$family/config.json    # of any small Llama, with vocab_size 1000
         vllm launch render FOLDER/$family --served-model-name m --port 8500 \\
             --enable-auto-tool-choice --tool-call-parser hermes

@@ -1,16 +1,9 @@
-"""Small models to render for: tokenizers of the kinds that there are, and families of templates.
-
-    python -m tests.tokens.models FOLDER
-
-writes those of FAMILIES, each to a folder of its own below FOLDER.
-"""
+"""Small models to render for: tokenizers of the kinds that there are, and families of templates."""
 
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import (
-    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -22,6 +15,10 @@ from tokenizers import (
 )
 
 CORPUS = (Path(__file__).parents[2] / "LICENSE").read_text().splitlines()[:120]
+DATA = Path(__file__).parents[1] / "data/door"
+FAMILIES = ("chatml", "llama", "qwen", "parts")
+"""Folders of DATA, with tokenizers of byte_level (chatml, qwen), split_bytes and metaspace."""
+CHATML = json.loads((DATA / "chatml/tokenizer_config.json").read_text())["chat_template"]
 WORDS = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -103,163 +100,3 @@ def save(folder, tokenizer, template=None, **config):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder
-
-
-CHATML = """\
-{% for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
-
-LLAMA = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\nTools:\\n" }}
-    {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\\n\\n" }}
-    {%- endfor %}
-{%- endif %}
-{%- if reasoning_effort is defined %}
-    {{- "Reasoning: " + reasoning_effort + "\\n" }}
-{%- endif %}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls|length == 1 %}
-            {{- raise_exception("This model only supports single tool-calls at once!") }}
-        {%- endif %}
-        {%- set tool_call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-        {{- '{"name": "' + tool_call.name + '", "parameters": ' }}
-        {{- tool_call.arguments | tojson }}
-        {{- "}<|eot_id|>" }}
-    {%- else %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
-        {%- if message.content is mapping or message.content is iterable %}
-            {{- message.content | tojson }}
-        {%- else %}
-            {{- message.content }}
-        {%- endif %}
-        {{- "<|eot_id|>" }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-QWEN = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools\\n\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set reasoning_content = message.reasoning_content or '' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last_query_index and reasoning_content %}
-            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- message.content }}
-        {%- for tool_call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n' + (tool_call | tojson) + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-
-PARTS = """\
-{{ bos_token }}{% for message in messages %}
-{%- if message.role == 'system' and not loop.first %}
-{{- raise_exception('System message must be at the beginning.') }}
-{%- endif %}
-{%- if message.role == 'assistant' %}{{ ' ' }}{% else %}{{ '[INST] ' }}{% endif %}
-{%- if message.content is string %}{{ message.content }}
-{%- else %}{% for part in message.content %}{{ part.text }}{{ '|' }}{% endfor %}{% endif %}
-{%- for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + (call | tojson) }}{% endfor %}
-{%- if message.role == 'assistant' %}{{ eos_token }}{% else %}{{ ' [/INST]' }}{% endif %}
-{%- endfor %}
-"""
-
-FAMILIES = ("chatml", "llama", "qwen", "parts")
-
-
-def write(folder):
-    """The FAMILIES, below `folder`."""
-    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    chatml = byte_level("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    save(folder / "chatml", chatml, CHATML, **ends)
-    names = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eot_id")
-    llama = split_bytes(*(f"<|{name}|>" for name in names))
-    llama_ends = {
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": {"__type": "AddedToken", "content": "<|eot_id|>"},
-    }
-    save(folder / "llama", llama, **llama_ends)
-    (folder / "llama" / "chat_template.jinja").write_text(LLAMA)
-    qwen = byte_level("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    qwen.normalizer = normalizers.NFC()
-    qwen.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
-    late = {"content": "<think>", "normalized": False, "special": False}
-    late |= {"lstrip": False, "rstrip": False, "single_word": False}
-    listed = {str(qwen.get_vocab_size()): late}
-    save(folder / "qwen", qwen, **ends, bos_token=None, added_tokens_decoder=listed)
-    (folder / "qwen" / "chat_template.jinja").write_text(QWEN)
-    parts = metaspace("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]")
-    named = [
-        {"name": "default", "template": PARTS},
-        {"name": "tool_use", "template": "{% if tools %}{{ tools | tojson }}{% endif %}" + PARTS},
-    ]
-    save(folder / "parts", parts, named, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
