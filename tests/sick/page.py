@@ -1,5 +1,7 @@
 """Writes what came of each fault as a page of the documents. No I/O."""
 
+from textwrap import wrap
+
 HEAD = """\
 # Engines that fall ill
 
@@ -15,6 +17,7 @@ for ten seconds, and goes; `tests/sick/rows.py` has them all. `make test-sick` f
 - shares were not even again ten seconds later;
 - answers took over two seconds longer.
 """
+SOON_S = 4.0
 COLUMNS = {"failed": "failed", "inside": "inside", "even again after, s": "even_after_s"}
 
 
@@ -24,15 +27,30 @@ def page(results):
 
 
 def _table(results):
-    """A row for each fault, with the columns of each number of replicas side by side."""
+    """A row for each fault that cost something, with the columns of each number of replicas."""
     sizes = list(dict.fromkeys(result["replicas"] for result in results))
     of = {(result["row"], result["replicas"]): result for result in results}
     head = [f"{name}, {size} replica{'s' * (size > 1)}" for size in sizes for name in COLUMNS]
     yield f"\n| what | {' | '.join(head)} |"
     yield "|---" * (1 + len(head)) + "|"
+    harmless = []
     for row in dict.fromkeys(result["row"] for result in results):
-        cells = [_cell(of.get((row, size)), name) for size in sizes for name in COLUMNS.values()]
+        its = [of.get((row, size)) for size in sizes]
+        if all(result is None or is_harmless(result) for result in its):
+            harmless.append(row)
+            continue
+        cells = [_cell(result, name) for result in its for name in COLUMNS.values()]
         yield f"| {row} | {' | '.join(cells)} |"
+    if harmless:
+        yield ""
+        yield from wrap(
+            f"Nothing failed, and shares were even within {SOON_S:g} s: {'; '.join(harmless)}.", 100
+        )
+
+
+def is_harmless(result):
+    even_after_s = result["even_after_s"]
+    return not result["failed"] and even_after_s is not None and even_after_s <= SOON_S
 
 
 def _cell(result, name):

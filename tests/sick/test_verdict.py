@@ -68,11 +68,14 @@ def test_a_short_fault_is_judged_by_what_comes_after_it():
     assert complaints(short, 0.8) == []
 
 
-def test_the_page_has_a_row_for_each_fault_with_columns_for_each_number_of_replicas():
+def test_the_page_has_a_row_for_each_fault_that_cost_something():
     result = {"row": "one of three", "replicas": 1, "failed": 2, "inside": 3, "even_after_s": 0.5}
     three = result | {"replicas": 3, "even_after_s": None}
-    written = page([result, three, three | {"row": "a replica is stopped", "failed": 0}])
+    stopped = three | {"row": "a replica is stopped", "failed": 0}
+    well = result | {"row": "nothing", "failed": 0}
+    written = page([result, three, stopped, well])
     assert written.startswith(HEAD)
     assert "| what | failed, 1 replica | inside, 1 replica |" in written
     assert "| one of three | 2 | 3 | 0.5 | 2 | 3 | never |" in written
     assert "| a replica is stopped |  |  |  | 0 | 3 | never |" in written
+    assert written.endswith("shares were even within 4 s: nothing.\n")
