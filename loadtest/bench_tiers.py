@@ -35,7 +35,8 @@ from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 from workers.kv.memory import KVShape, MemoryPool, host_pool
-from workers.kv.slots import Move, Slot
+from workers.kv.slots import Slot
+from workers.kv.tables import Move
 
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 PAIRS = (

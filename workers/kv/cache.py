@@ -25,8 +25,7 @@ from app.core.events import CacheEvent
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
-from workers.kv.slots import Move
-from workers.kv.tables import BlockTable
+from workers.kv.tables import BlockTable, Move
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from workers.kv.disk import DiskPieces, SlotFile
 from workers.kv.disk_records import DiskBlock
 from workers.kv.identity import hash_of
 from workers.kv.memory import WORD_BYTES, HostStream, Ids, MemoryPool, checked_map, new_stream
-from workers.kv.slots import Move
+from workers.kv.tables import Move
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from app.core.events import CacheEvent
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
 from workers.kv.moves import AdmissionPolicy, EventLog, Moves, WritePolicy
-from workers.kv.slots import Move, Slot, Slots, block_of
-from workers.kv.tables import BlockTable, Eviction
+from workers.kv.slots import Slot, Slots, block_of
+from workers.kv.tables import BlockTable, Eviction, Move
 
 
 @dataclass(slots=True)
@@ -63,8 +63,6 @@ class BlockManager:
         max_storing: int = 256,
         now: Callable[[], float],
     ) -> None:
-        if Tier.DEVICE not in num_slots:
-            raise ValueError("a block manager needs slots on the device")
         self.tiers = {tier: Slots(num_slots[tier], now) for tier in sorted(num_slots)}
         self.counts = BlockCounts()
         self.admission = admission or AdmissionPolicy()
@@ -97,8 +95,7 @@ class BlockManager:
         that fill them; requests that need the same blocks meanwhile share those slots. Raises
         NotEnoughBlocks.
         """
-        if len(prefix) > num_blocks:
-            raise ValueError(f"{len(prefix)} blocks do not fit into {num_blocks}")
+        assert len(prefix) <= num_blocks, f"{len(prefix)} blocks do not fit into {num_blocks}"
         reused = self._find(prefix)
         reused = reused[: self._reusable(len(reused))]
         num_new = num_blocks - sum(tier is Tier.DEVICE for tier, _ in reused)

@@ -12,7 +12,8 @@ from enum import Enum
 from app.core.events import CacheEvent, Removed, Stored
 from app.core.types import SequenceHash, Tier
 from workers.kv.identity import BlockIdentity, hash_of
-from workers.kv.slots import Move, Slot, Slots, block_of
+from workers.kv.slots import Slot, Slots, block_of
+from workers.kv.tables import Move
 
 
 class WritePolicy(Enum):

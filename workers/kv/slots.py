@@ -13,12 +13,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from app.core.errors import NotEnoughBlocks
-from app.core.types import Tier
-from workers.kv.arrival import Arrival
 from workers.kv.identity import BlockIdentity
+
+if TYPE_CHECKING:
+    from workers.kv.tables import Move
 
 MAX_STALE = 64
 """How many entries of runs that have changed FreeRuns keeps, beside as many as there are runs."""
@@ -128,42 +129,6 @@ def block_of(slot: Slot) -> BlockIdentity:
     return slot.block
 
 
-@dataclass(eq=False, slots=True)
-class Move:
-    """Blocks to copy from one tier to another: a load onto the device, or a store in a slower tier.
-
-    Sources and targets are held until the move is finished.
-    """
-
-    source: Tier
-    target: Tier
-    sources: list[Slot]
-    targets: list[Slot]
-    blocks: list[BlockIdentity]
-    generations: list[int] = field(init=False)
-    """Generations of the sources when the move was planned."""
-    arrival: Arrival = field(init=False)
-    """Of a load: how far it is."""
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.generations = [slot.generation for slot in self.sources]
-        self.arrival = Arrival(len(self.blocks))
-
-    @property
-    def is_load(self) -> bool:
-        return self.target is Tier.DEVICE
-
-    @property
-    def num_ready(self) -> int:
-        """How many leading sources hold what is to be copied."""
-        planned = zip(self.sources, self.generations, self.blocks, strict=True)
-        for n, (slot, generation, block) in enumerate(planned):
-            if (slot.generation, slot.block) != (generation, block):
-                return n
-        return len(self.sources)
-
-
 class Slots:
     """The `num_slots` slots of a tier. Each operation takes the same time in any tier.
 
@@ -171,8 +136,6 @@ class Slots:
     """
 
     def __init__(self, num_slots: int, now: Callable[[], float]) -> None:
-        if num_slots < 1:
-            raise ValueError(f"a tier of {num_slots} slots")
         self.num_slots = num_slots
         self._now = now
         self._slots = [Slot(n) for n in range(num_slots)]

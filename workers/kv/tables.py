@@ -1,12 +1,49 @@
-"""The slots of one request, and those of one eviction."""
+"""Slots that belong together: of one move, of one request, of one eviction."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.core.types import Tier
+from workers.kv.arrival import Arrival
 from workers.kv.identity import BlockIdentity
-from workers.kv.slots import Move, Slot
+from workers.kv.slots import Slot
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """Blocks to copy from one tier to another: a load onto the device, or a store in a slower tier.
+
+    Sources and targets are held until the move is finished.
+    """
+
+    source: Tier
+    target: Tier
+    sources: list[Slot]
+    targets: list[Slot]
+    blocks: list[BlockIdentity]
+    generations: list[int] = field(init=False)
+    """Generations of the sources when the move was planned."""
+    arrival: Arrival = field(init=False)
+    """Of a load: how far it is."""
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.generations = [slot.generation for slot in self.sources]
+        self.arrival = Arrival(len(self.blocks))
+
+    @property
+    def is_load(self) -> bool:
+        return self.target is Tier.DEVICE
+
+    @property
+    def num_ready(self) -> int:
+        """How many leading sources hold what is to be copied."""
+        planned = zip(self.sources, self.generations, self.blocks, strict=True)
+        for n, (slot, generation, block) in enumerate(planned):
+            if (slot.generation, slot.block) != (generation, block):
+                return n
+        return len(self.sources)
 
 
 @dataclass(eq=False, slots=True)

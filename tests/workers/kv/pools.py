@@ -4,7 +4,8 @@ import torch
 
 from tests.workers.kv.words import named
 from workers.kv.memory import KVShape, MemoryPool
-from workers.kv.slots import Move, Slot
+from workers.kv.slots import Slot
+from workers.kv.tables import Move
 
 SMALL = KVShape(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.float32, block_size=2)
 ODD = KVShape(num_layers=5, num_kv_heads=1, head_size=3, dtype=torch.bfloat16, block_size=3)

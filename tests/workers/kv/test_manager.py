@@ -22,7 +22,6 @@ from tests.workers.kv.words import (
     manager_of,
     named,
 )
-from workers.kv.manager import BlockManager
 from workers.kv.moves import AdmissionPolicy
 
 
@@ -63,11 +62,6 @@ def test_a_refused_request_is_told_how_many_evictable_blocks_it_would_keep():
     with pytest.raises(NotEnoughBlocks) as refused:
         manager.prepare(chain("ABC"), 9)
     assert (refused.value.needed, refused.value.free, refused.value.kept) == (6, 5, 2)
-
-
-def test_a_prefix_of_more_blocks_than_slots_is_refused():
-    with pytest.raises(ValueError, match="3 blocks do not fit into 2"):
-        manager_of().prepare(chain("ABC"), 2)
 
 
 def test_a_block_that_two_requests_computed_is_kept_once():
@@ -296,13 +290,6 @@ def test_nothing_leaks_after_a_thousand_cancelled_requests():
     manager.check()
     assert free(manager) == 64
     assert free(manager, HOST) + idle(manager, HOST) == 64
-
-
-def test_a_manager_needs_slots_on_the_device():
-    with pytest.raises(ValueError, match="needs slots on the device"):
-        manager_of(0, host=4)
-    with pytest.raises(ValueError, match="a tier of 0 slots"):
-        BlockManager({DEVICE: 0}, now=Clock())
 
 
 def workload(num_blocks):

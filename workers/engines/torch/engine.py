@@ -37,8 +37,7 @@ from workers.kv.cache import BlockCache, EventSink
 from workers.kv.identity import identities_of
 from workers.kv.manager import BlockManager
 from workers.kv.memory import MemoryPool
-from workers.kv.slots import Move
-from workers.kv.tables import BlockTable
+from workers.kv.tables import BlockTable, Move
 from workers.kv.transfer.kv_lease import KvPort
 from workers.kv.transfer.tcp import BlockSource
 

@@ -53,10 +53,8 @@ class TokenSequence:
         cls, request: CompletionRequest, config: LlamaConfig, *, block_size: int, num_slots: int
     ) -> Self:
         """num_slots: of the device. Raises InvalidRequest for tokens that are not in the
-        vocabulary, PromptTooLargeError, and ValueError without prompt or output."""
+        vocabulary, and PromptTooLargeError."""
         ids = np.frombuffer(request.prompt, "<u4")
-        if len(ids) == 0 or request.max_tokens < 1:
-            raise ValueError(f"{len(ids)} prompt tokens, {request.max_tokens} output tokens")
         if ids.max() >= config.vocab_size:
             raise InvalidRequest(
                 "prompt", f"{ids.max()} is not a token id of a vocabulary of {config.vocab_size}"

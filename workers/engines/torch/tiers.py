@@ -21,7 +21,7 @@ from workers.kv.identity import BlockIdentity
 from workers.kv.manager import BlockManager
 from workers.kv.memory import KVShape, MemoryPool, host_pool
 from workers.kv.moves import AdmissionPolicy, WritePolicy
-from workers.kv.slots import Move
+from workers.kv.tables import Move
 
 DEFAULT_POOL_BYTES = 1 << 30
 """Size of the device KV pool, of all ranks together, if none is given."""
