@@ -1,4 +1,4 @@
-"""What a worker's process, its HTTP interface and its agent need from any engine."""
+"""The interface of engines: what a worker's process, its HTTP paths and its agent need of any."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from workers.kv.transfer.tcp import BlockSource
 
 MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 1e-5
-"""Anything below counts as 0, as in vLLM: float32 could not hold logits divided by it."""
+"""Temperature below which 0 is meant, as in vLLM: float32 could not hold logits divided by it."""
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens chosen, with the names and ranges of OpenAI and vLLM.
+    """Options of how a request's tokens are chosen, with names and ranges of OpenAI and vLLM.
 
-    temperature: 0 to 2; 0 is greedy and always takes the most likely token.
-    top_p: above 0, up to 1: only the most likely tokens that together have this probability.
-    top_k: only this many of the most likely tokens; 0 or -1 for all.
-    seed: the same seed gives the same tokens again; None gives different ones each time.
+    temperature: 0 to 2; 0 is greedy and always takes the most likely token. top_p: above 0, up to
+    1: only the most likely tokens that together have this probability. top_k: only this many of the
+    most likely tokens; 0 or -1 for all. seed: the same seed gives the same tokens again; None gives
+    different ones each time.
     """
 
     temperature: float = 1.0
@@ -62,24 +62,25 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """Are some of the tokens ruled out?"""
         return self.top_p < 1 or self.top_k > 0
 
 
 class QueueFullError(Exception):
-    """The queue is full; try again later."""
+    """Raised if the queue is full."""
 
 
 class EngineStoppedError(Exception):
-    """The engine stopped before the request was complete."""
+    """Raised if the engine stopped before the request was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`. salt:
+    """A request to an engine.
+
+    prompt: token ids, little-endian u32, at least one. ignore_eos: go on to `max_tokens`. salt:
     prompts with other ones share no cache with this one. source: keeps KV that need not be computed
-    here. keep_s: once the request is complete, the KV of its prompt is kept for so long, or until
-    another worker has it.
+    here. keep_s: seconds for which the KV of the prompt is kept once the request is complete,
+    unless another worker has it before.
     """
 
     request_id: str
@@ -103,10 +104,9 @@ class EngineOutput:
 class Generation:
     """The output of one request as it is produced: iterate once, then `cancel` in every case.
 
-    kept: where the prompt's KV is kept, once it is complete, if it was to be.
-
-    tokens: returns the output tokens from one index to another, out of those produced. Output that
-    is not taken yet is only a number, so a slow reader costs no memory and gets larger outputs.
+    kept: where the prompt's KV is kept, once it is complete, if it was to be. tokens: returns the
+    output tokens from one index to another, out of those produced. Output that is not taken yet is
+    only a number, so a slow reader costs no memory and gets larger outputs.
     """
 
     def __init__(
@@ -128,17 +128,17 @@ class Generation:
         self._stopped = False
 
     def cancel(self) -> None:
-        """Free what the request holds in the engine. Does nothing once it has finished."""
+        """Frees what the request holds in the engine, if it has not finished."""
         self._cancel(self)
 
     def emit(self) -> None:
-        """Called by the engine: it has produced one more token."""
+        """Says that the engine has produced one more token."""
         self._emitted += 1
         if self._emitted >= self._wake_at:
             self._changed.set()
 
     def end(self, finished: Finished | None) -> None:
-        """Called by the engine: no more tokens follow; None if it stopped before the end."""
+        """Says that no more tokens follow; None: the engine stopped before the end."""
         self._finished = finished
         self._stopped = finished is None
         self._changed.set()
@@ -166,21 +166,20 @@ class Engine(Protocol):
 
     @property
     def max_context_tokens(self) -> int:
-        """How many tokens the prompt and output of a request may have together."""
+        """Tokens that the prompt and output of a request may have together."""
 
     @property
-    def running(self) -> bool:
-        """Does it accept requests?"""
+    def running(self) -> bool: ...
 
     @property
     def transfers(self) -> bool:
-        """Can KV travel to other workers from here, and theirs here?"""
+        """Whether KV can travel to other workers from here, and theirs here."""
 
     async def run(self) -> None:
-        """Run until cancelled; requests still unfinished then end."""
+        """Runs until cancelled; requests still unfinished then end."""
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """Submit a request at once; its first token comes alone, the others in groups of
+        """Submits a request at once; its first token comes alone, the others in groups of
         `stream_interval`.
 
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
@@ -188,18 +187,18 @@ class Engine(Protocol):
         """
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
-        """Keep what it holds of the prompt's full blocks, for another worker, until that has it or
-        the lease ends, without a place in the queue; None: it holds nothing of them."""
+        """Keeps what is held of the prompt's full blocks, for another worker, until that has it or
+        the lease ends, without a place in the queue; None: nothing is held."""
 
     def metrics(self) -> ForwardPassMetrics: ...
 
     def speed(self) -> Speed: ...
 
     def block_events(self) -> Mapping[str, int]:
-        """How many KV blocks were evicted, loaded and so on since the start, by event."""
+        """Returns how many KV blocks were evicted, loaded and so on since the start, by event."""
 
     def kv_connections(self) -> Mapping[str, int]:
-        """Connections for KV that have ended here, by what became of them; empty: none can come."""
+        """Returns the connections for KV that have ended, by what became of them."""
 
 
 class TextStream(Protocol):
@@ -235,6 +234,6 @@ class HostedEngine:
     tokenizer_source: str = ""
     """Folder of the tokenizer and the chat template; "": there is none."""
     invents: bool = False
-    """Its words are made up, and have no end of their own."""
+    """True if the words are made up, and have no end of their own."""
     kv_kind: Mapping[str, str] = field(default_factory=dict)
-    """What has to be equal for others to use its KV, by name; empty: it hands none on."""
+    """Values that have to be equal for others to use its KV, by name; empty: it hands none on."""

@@ -1,7 +1,7 @@
 """Blocks on their way to the device, which are used layer by layer as they come.
 
-One way for all of them, whether they come from host memory, from disk or from another worker: who
-brings them says how many layers are there, and the forward pass waits for each layer in turn.
+Blocks from host memory, from disk and from another worker arrive in one way: whoever brings them
+says how many layers are there, and the forward pass waits for each layer in turn.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Protocol
 from app.core.errors import BlockLost
 
 STALL_S = 2.0
-"""A forward pass waits no longer than this for a layer."""
+"""Seconds for which a forward pass waits for a layer at most."""
 
 
 class CopyEvent(Protocol):
-    """Happens once what was submitted to a stream until then has run."""
+    """An event that happens once all that was submitted to a stream before has run."""
 
     def wait(self) -> None:
-        """Have all that this thread computes from now on, on the device, wait for the event."""
+        """Has what this thread computes from now on, on the device, wait for the event."""
 
     def synchronize(self) -> None:
-        """Return once it has happened."""
+        """Returns once the event has happened."""
 
 
 class _Past:
@@ -40,38 +40,36 @@ HAS_HAPPENED: CopyEvent = _Past()
 class Arrival:
     """Blocks that arrive in slots of this worker, all of a layer before the next layer.
 
-    num_good: leading blocks whose layers were right so far. share: of their layers that are there.
-    seconds: until the last layers that came. on_change: called after each change, by whoever makes
-    it. Any thread may call this.
+    num_good: leading blocks whose layers were right so far. share: part of their layers that is
+    there; 0 to 1. seconds: from the beginning to the last layers that came. on_change: called after
+    each change, by the thread that makes it. Calls may come from any thread.
     """
 
     def __init__(self, num_blocks: int, on_change: Callable[[], None] = lambda: None) -> None:
         self.num_blocks = self.num_good = num_blocks
         self.share = 0.0
         self.ended = False
-        """Is nothing more written to the slots?"""
+        """True once nothing more is written to the slots."""
         self.seconds = 0.0
         self.on_change = on_change
         self._layers: list[int] = []
-        """How many layers were there after each call of `arrive`."""
+        """Number of layers that were there after each call of `arrive`."""
         self._events: list[CopyEvent] = []
         self._changed = threading.Condition()
         self._began_s = time.monotonic()
 
     @property
     def remaining_s(self) -> float:
-        """How long the rest takes, if it comes as fast as what has come.
-
-        Infinite while that is not known, and if blocks were lost.
-        """
+        """Seconds until the rest is there, at the pace so far; infinite while that is unknown, and
+        if blocks were lost."""
         if not self.share or self.num_good < self.num_blocks:
             return float("inf")
         return (1 / self.share - 1) * (time.monotonic() - self._began_s)
 
     def wait_layer(self, layer: int) -> None:
-        """Return once all that is computed from now on, on the device, has all blocks' layer.
+        """Returns once what is computed from now on, on the device, has all blocks' layer.
 
-        Raises BlockLost if it does not come: then what was computed from the blocks must be
+        Raises BlockLost if the layer does not come: what was computed from the blocks must be
         computed again, once this has ended.
         """
         with self._changed:
@@ -82,12 +80,12 @@ class Arrival:
         event.wait()
 
     def limit(self, num_good: int) -> None:
-        """No more than so many blocks are of use; with 0, no more need come."""
+        """Says that at most so many leading blocks are of use; with 0, no more need come."""
         with self._changed:
             self.num_good = min(self.num_good, num_good)
 
     def arrive(self, num_layers: int, of: int, event: CopyEvent = HAS_HAPPENED) -> None:
-        """The first `num_layers` of that many are in the slots once `event` has happened."""
+        """Says that the first `num_layers` of `of` are in the slots once `event` has happened."""
         with self._changed:
             self._layers.append(num_layers)
             self._events.append(event)
@@ -97,7 +95,7 @@ class Arrival:
         self.on_change()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Says that nothing more comes."""
         with self._changed:
             if self.share < 1:
                 self.num_good = 0

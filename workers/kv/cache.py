@@ -1,9 +1,9 @@
-"""A worker's KV cache: carries out what the block manager plans, and reports it to the agent.
+"""A worker's KV cache, which carries out what the block manager plans and reports it to the agent.
 
-What the index says of a block is true: a block is stored only when its copy is complete, and
-removed before its slot is given away. So slots are freed ahead of the requests that will need them,
-by one task per tier: blocks worth keeping are stored further down, then all are withdrawn, and
-their slots are freed once Redis has heard of that.
+The index must be right about each block: a block is stored there only when its copy is complete,
+and removed before its slot is given away. So slots are freed ahead of the requests that will need
+them, by one task per tier: blocks worth keeping are stored further down, then all are withdrawn,
+and their slots are freed once Redis has heard of that.
 
 Copies run in threads, several for each tier that is loaded from and one for each that is stored to:
 a slow disk delays neither a load from host memory nor a block that leaves the device.
@@ -31,31 +31,30 @@ log = logging.getLogger(__name__)
 
 LOAD_THREADS = 2
 STORE_WAIT_S = 0.1
-"""How long blocks that leave wait for room in the tier below; after that they are not stored."""
+"""Seconds for which blocks that leave wait for room in the tier below, before they are dropped."""
 WITHDRAW_TIMEOUT_S = 1.0
-"""If Redis has not heard within this time that a block goes, the block goes anyway."""
+"""Seconds after which a block goes, even if Redis has not heard of that."""
 
 
 class EventSink(Protocol):
-    """The part of an agent that is needed here."""
+    """The part of an agent that publishes events."""
 
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
     async def published(self) -> bool:
-        """Wait until Redis shows no block that `notify` was told is gone; False if it may yet."""
+        """Waits until Redis shows no block of which `notify` said that it is gone; False: it may
+        yet."""
 
 
 class BlockCache:
-    """`run` it, and meanwhile call `begin`, `admit`, `register`, `release` and `prefetch`, on one
-    event loop.
+    """The cache of one engine: `run` it, and call its other methods meanwhile, on one event loop.
 
-    carry_out: copies the blocks of a move and returns how many leading ones are copied; see
-    Copies.carry_out. spare: slots of each tier that are kept free, ahead of requests and of
-    stores from the tier above; stores are dropped if nothing is free. on_load: called after
-    each load onto the device that brought all of its blocks, with the tier that they came from,
-    their number and seconds. on_arrival: called on the event loop whenever more of a load is there,
-    and at its end.
-    unconfirmed: how many slots were freed though Redis had not heard of it in time.
+    carry_out: copies the blocks of a move and returns how many leading ones are copied. spare:
+    slots of each tier that are kept free, ahead of requests and of stores from the tier above;
+    stores are dropped if nothing is free. on_load: called after each load onto the device that
+    brought all of its blocks, with their tier, number and seconds. on_arrival: called on the event
+    loop whenever more of a load is there, and at its end. unconfirmed: slots that were freed though
+    Redis had not heard of it in time.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class BlockCache:
         self._on_load = on_load
         self._on_arrival = on_arrival
         self._needed: dict[object, int] = {}
-        """How many device slots each request that waits for slots needs."""
+        """Device slots that each waiting request needs."""
         self._confirmed = True
-        """Did Redis hear of the last blocks that went?"""
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._copies: dict[Move, asyncio.Task[None]] = {}
@@ -94,7 +92,7 @@ class BlockCache:
         }
 
     async def run(self) -> None:
-        """Run until cancelled, then until copies end. Cancel only while nobody waits in `admit`."""
+        """Runs until cancelled, then until copies end. Cancel only while no `admit` waits."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -107,7 +105,7 @@ class BlockCache:
                 await asyncio.to_thread(pool.shutdown)
 
     async def admit(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
-        """Slots for a request; the first `num_matched` hold leading blocks of `prefix`.
+        """Returns slots for a request; the first `num_matched` hold leading blocks of `prefix`.
 
         Waits until there is room and blocks are loaded; what cannot be loaded has to be computed.
         Raises NotEnoughBlocks if requests use too much of the device; what the device holds of
@@ -126,14 +124,15 @@ class BlockCache:
                 return table
 
     async def begin(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
-        """The same, while blocks may still be on their way: see `arrival` of the table's loads.
-        Once these have ended, `settle` it."""
+        """Returns slots for a request, while the blocks of its loads may still be on their way;
+        once these have ended, `settle` the table. Raises NotEnoughBlocks."""
         table = await self._prepare(prefix, num_blocks)
         self._go_on()
         return table
 
     def settle(self, table: BlockTable) -> None:
-        """The table's loads have ended: what did not come has to be computed, in other slots.
+        """Gives the table other slots for what its ended loads did not bring, which has to be
+        computed.
 
         Raises NotEnoughBlocks if there are none, having released the table.
         """
@@ -144,24 +143,21 @@ class BlockCache:
                 self._go_on()
 
     def register(self, table: BlockTable, blocks: Sequence[BlockIdentity]) -> None:
-        """See BlockManager.register: the table's slots may change."""
         self.manager.register(table, blocks)
         self._go_on()
 
     def share(self, table: BlockTable, prefix: Sequence[BlockIdentity]) -> int:
-        """See BlockManager.share: the table's slots may change."""
         count = self.manager.share(table, prefix)
         if count:
             self._go_on()
         return count
 
     def release(self, table: BlockTable) -> None:
-        """The request is finished or cancelled."""
         self.manager.release(table)
         self._go_on()
 
     def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
-        """For a request that still waits: start loading into free slots; see BlockManager."""
+        """Starts to load blocks of a waiting request into free slots; returns how many."""
         count = self.manager.prefetch(chain)
         self._go_on()
         return count
@@ -199,10 +195,10 @@ class BlockCache:
                 await self._changed.wait()
 
     async def _storable(self, tier: Tier, count: int) -> int:
-        """How many of `count` blocks to free at once, so that there is room to store them.
+        """Returns how many of `count` blocks to free at once, so that there is room to store them.
 
-        All of them, if no room comes free below in time: requests that wait for slots must not wait
-        for a slow disk.
+        Those are all, if no room comes free below in time: requests that wait for slots must not
+        wait for a slow disk.
         """
         if tier is max(self.manager.tiers):
             return count
@@ -232,7 +228,7 @@ class BlockCache:
         self._go_on()
 
     async def _ended(self, move: Move) -> None:
-        """Wait until that copy ends, however it ends, and even if the waiter is cancelled."""
+        """Waits until a copy ends, however it ends, and even if the waiter is cancelled."""
         if move in self._copies:
             await asyncio.wait([self._copies[move]])
 
@@ -254,13 +250,13 @@ class BlockCache:
         self._go_on()
 
     def _timed(self, move: Move) -> tuple[int, float]:
-        """Runs in a thread. How many leading blocks are copied, and how long that took."""
+        """Returns how many leading blocks are copied, and in how many seconds; runs in a thread."""
         started = time.perf_counter()
         num_done = self._carry_out(move)
         return num_done, time.perf_counter() - started
 
     def _go_on(self) -> None:
-        """Start the planned moves, publish what has changed, and wake whoever waits for room."""
+        """Starts planned moves, publishes what has changed, and wakes those who wait for room."""
         assert self._tasks is not None, "the cache does not run"
         notice = partial(_from_thread, asyncio.get_running_loop(), self._on_arrival)
         for move in self.manager.take_moves():

@@ -28,28 +28,28 @@ except ImportError:  # it comes with torch builds that can use a CUDA device
 log = logging.getLogger(__name__)
 
 Copier = Callable[[Tensor, Tensor, Ids, Ids], None]
-"""Copies rows of a tensor of words, or the same layers of each row, to rows of another tensor. On
-CUDA the copy has only been started when it returns."""
+"""A function that copies rows of a tensor of words, or some layers of each row, to rows of another
+tensor. On CUDA the copy has only been started when the function returns."""
 
 STAGED_BYTES = 32 << 20
-"""How much is gathered at once on the way between scattered slots."""
+"""Bytes that are gathered at once on the way between scattered slots."""
 LONG_BYTES = 1 << 20
-"""From this size on, torch's threads outweigh the overhead of a torch operation. And no Python
-thread runs while bytes are copied without torch."""
+"""Bytes from which on torch's threads outweigh the overhead of a torch operation. No Python thread
+runs while bytes are copied without torch."""
 PIECE_BYTES = 16 << 10, 128 << 10
-"""Torch gathers blocks in pieces of a size between these, if one divides them: 256 KiB at once take
-a quarter longer."""
+"""Least and most bytes of the pieces in which torch gathers blocks, if such a size divides them:
+256 KiB at once take a quarter longer."""
 TRIAL_BYTES = 16 << 20
 TRIAL_BLOCKS = 8, 1024
-"""At start-up, each copier copies TRIAL_BYTES, but no fewer and no more blocks than this."""
+"""Least and most blocks of a trial, which otherwise copies TRIAL_BYTES."""
 TRIAL_SPREAD = 4
-"""Each trial takes other blocks, from this many times as many slots, so that small blocks are in no
-cache. Large ones are not in any case, and would take memory that there may not be."""
+"""Slots for each block of a trial, so that small blocks are in no cache. Large ones are not in any
+case, and would take memory that there may not be."""
 TRIAL_ROUNDS = 7
 
 
 def copy_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """One copy for each run of blocks that are consecutive on both sides."""
+    """Copies each run of blocks that are consecutive on both sides."""
     upwards = _upwards(source_ids, target_ids)
     runs = _runs(*upwards)
     if (source.is_cuda or target.is_cuda) and not source.is_contiguous():
@@ -60,7 +60,7 @@ def copy_runs(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) 
 
 
 def copy_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """The same in host memory, without the overhead of a torch operation for each short run."""
+    """Copies each run in host memory, without the overhead of a torch operation for short ones."""
     into, taken = _flat(target), _flat(source)
     pieces = _pieces(source, target, *_upwards(source_ids, target_ids))
     into_bytes, taken_bytes = (words.numpy().data.cast("B") for words in (into, taken))
@@ -73,8 +73,11 @@ def copy_bytes(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids)
 
 
 def copy_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Between host and device: hands all runs to the driver at once, on a stream other than the
-    default one. Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails."""
+    """Hands all runs between host and device to the driver at once, on a stream other than the
+    default one.
+
+    Raises RuntimeError if the driver cannot do that (before CUDA 12.8) or fails.
+    """
     if not hasattr(driver, "cuMemcpyBatchAsync"):
         raise RuntimeError("cuda.bindings is not installed, or older than 12.8")
     into, taken, sizes = _pieces(source, target, source_ids, target_ids)
@@ -96,7 +99,7 @@ def copy_batched(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Id
 
 
 def copy_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """In host memory, into consecutive slots: torch gathers the blocks straight into them."""
+    """Gathers blocks of host memory straight into consecutive slots."""
     slots = _slots(target, target_ids)
     assert slots is not None, "the slots are scattered"
     least, most = (num_bytes // WORD_BYTES for num_bytes in PIECE_BYTES)
@@ -109,8 +112,8 @@ def copy_selected(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
 
 
 def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Between host and device: gathers blocks at the source, unless they lie together there, moves
-    them in one piece, and scatters them into their slots."""
+    """Gathers blocks at the source, unless they lie together there, moves them between host and
+    device in one piece, and scatters them into their slots."""
     step = max(1, STAGED_BYTES // (source[0].numel() * WORD_BYTES))
     to_device = source.is_cpu and target.is_cuda
     for at in range(0, len(source_ids), step):
@@ -145,9 +148,9 @@ COPIERS: dict[str, Copier] = {
 }
 IN_HOST_MEMORY = "bytes", "selected", "runs"
 WITH_DEVICE = "runs", "batched", "gathered"
-"""The copiers tried in either case, those that need fewer threads and less memory first."""
+"""The copiers that are tried; those that need fewer threads and less memory come first."""
 CLEARLY_FASTER = 1.1
-"""Trials are noisy, so a later copier is taken only if it is this many times as fast."""
+"""Factor by which a later copier must be faster to be taken, as trials are noisy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Rates:
 
 
 class PoolCopier:
-    """Copies blocks from one pool in memory to another, with the copier that a trial found fastest.
+    """A copier of blocks from one pool in memory to another, in the way that a trial found fastest.
 
     num_layers: of a block, as many as are copied together. stream: its own.
     """
@@ -189,17 +192,17 @@ class PoolCopier:
         )
 
     def begin(self, source_ids: Ids, target_ids: Ids, layers: slice = slice(None)) -> CopyEvent:
-        """Copy these layers of blocks; on a CUDA device, only start to.
+        """Copies these layers of blocks, or on a CUDA device starts to; returns the event of that.
 
-        That does not wait for what is computed, nor does it hold it up: the slots must be out of
-        use. Where it raises, nothing more is copied.
+        The copy does not wait for what is computed, nor does it hold that up: the slots must be out
+        of use. Where this raises, nothing more is copied.
         """
         name = self._packed if _are_consecutive(target_ids) else self._scattered
         words = self.source.words[:, layers], self.target.words[:, layers]
         return self.stream.submit(lambda: COPIERS[name](*words, source_ids, target_ids))
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy whole blocks, and return when that is done. Raises ValueError."""
+        """Copies whole blocks, and returns when that is done. Raises ValueError for wrong slots."""
         checked = checked_map(
             source_ids, self.source.num_blocks, target_ids, self.target.num_blocks
         )
@@ -210,7 +213,7 @@ class PoolCopier:
 def _try_copiers(
     source: MemoryPool, target: MemoryPool, stream: CopyStream, layers: slice
 ) -> Rates:
-    """Time each copier in turn, copying as much as there is time for between pools like these."""
+    """Times each copier in turn, between pools like these."""
     shape = source.shape
     fewest, most = TRIAL_BLOCKS
     count = min(most, max(fewest, TRIAL_BYTES // shape.block_bytes))
@@ -246,7 +249,7 @@ def _try_copiers(
 
 
 def copiers_with_device(source: Tensor, target: Tensor, stream: CopyStream) -> tuple[str, ...]:
-    """Those of WITH_DEVICE that work on this machine."""
+    """Returns the copiers of WITH_DEVICE that work on this machine."""
     first = np.zeros(1, dtype=np.int64)
     try:
         stream.submit(lambda: copy_batched(source, target, first, first)).synchronize()
@@ -257,18 +260,18 @@ def copiers_with_device(source: Tensor, target: Tensor, stream: CopyStream) -> t
 
 
 def _flat(words: Tensor) -> Tensor:
-    """The memory from the first word to the last, including what lies between rows."""
+    """Returns the memory from the first word to the last, including what lies between rows."""
     return words.as_strided(((len(words) - 1) * words.stride(0) + words[0].numel(),), (1,))
 
 
 def _slots(target: Tensor, ids: Ids) -> Tensor | None:
-    """A view of those rows, if they are consecutive."""
+    """Returns a view of those rows if they are consecutive."""
     return target[ids[0] : ids[0] + len(ids)] if _are_consecutive(ids) else None
 
 
 def _upwards(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids]:
-    """Both in ascending order of the source, which is the best order to read memory in: small
-    blocks are copied a seventh faster, large ones a tenth."""
+    """Returns both in ascending order of the source, in which memory is read fastest: small blocks
+    are copied a seventh faster, large ones a tenth."""
     order = np.argsort(source_ids)
     return source_ids[order], target_ids[order]
 
@@ -280,7 +283,7 @@ def _are_consecutive(ids: Ids) -> bool:
 def _pieces(
     source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids
 ) -> tuple[Ids, Ids, Ids]:
-    """Target offset, source offset and number of bytes of each piece that can be copied as one."""
+    """Returns target offset, source offset and bytes of each piece that can be copied as one."""
     size = source[0].numel() * WORD_BYTES
     source_row, target_row = (tensor.stride(0) * WORD_BYTES for tensor in (source, target))
     if size == source_row == target_row:
@@ -291,7 +294,7 @@ def _pieces(
 
 
 def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
-    """First source, first target and length of each run that is consecutive in both."""
+    """Returns first source, first target and length of each run that is consecutive in both."""
     breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.concatenate((starts, [len(source_ids)])))
@@ -299,7 +302,7 @@ def _runs(source_ids: Ids, target_ids: Ids) -> tuple[Ids, Ids, Ids]:
 
 
 def _synchronize(*pools: MemoryPool) -> None:
-    """Wait for what was done to them on the stream that computes."""
+    """Waits for what was done to the pools on the stream that computes."""
     for pool in pools:
         if pool.words.is_cuda:
             torch.cuda.current_stream(pool.device).synchronize()

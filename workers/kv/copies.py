@@ -47,9 +47,7 @@ class Copies:
             self._onboard = PoolCopier(host, self._device, self.groups[0].stop)
             self._offload = PoolCopier(self._device, host)
         self._loading = new_stream(self._device)
-        """What comes from disk."""
         self._storing = new_stream(self._device)
-        """What goes straight from the device to disk."""
 
     def carry_out(self, move: Move, at_most: int | None = None) -> int:
         """Copies the blocks of a move; returns how many leading ones are now copied.

@@ -41,7 +41,7 @@ from workers.kv.identity import hash_of
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
-"""Copied and hashed in one go, so that whichever comes second finds the data in a core's cache."""
+"""Bytes that are copied and hashed in one go, so that the second finds them in a core's cache."""
 THREADS = min(4, os.cpu_count() or 1)
 BLOCKS_AT_ONCE = 8
 """Pieces that a thread reads before it looks for others."""
@@ -113,13 +113,12 @@ class SlotFile:
             raise
 
     def close(self) -> None:
-        """Leave the files to another process. Data on its way to the disk still gets there."""
+        """Leaves the files to another process. Data on its way to the disk still gets there."""
         self.threads.close()
         self.index.close()
         os.close(self.fd)
 
     def records(self) -> Iterator[tuple[int, DiskBlock]]:
-        """All slots that hold a block, with what they hold."""
         return self.index.blocks()
 
     def write(
@@ -186,7 +185,7 @@ class SlotFile:
         return index
 
     def _verify(self, folder: Path, index: DiskIndex) -> None:
-        """Read all blocks; forget those that cannot be proved whole."""
+        """Reads all blocks, and forgets those that cannot be proved whole."""
         buffer = memoryview(bytearray(self.block_bytes))
         slots = np.arange(self.num_slots)
         records = index.records_of(slots)
@@ -240,7 +239,7 @@ class DiskPieces:
             for n in np.flatnonzero(wrong).tolist()
         }
         self._stale = frozenset(self._lost)
-        """Those whose slots hold other blocks by now."""
+        """Positions of slots that hold other blocks by now."""
         self._hashes = [xxh3_64() for _ in slots]
         self._at = 0
 

@@ -1,4 +1,4 @@
-"""Which block each slot of the disk tier holds: records in memory, and the same in a file.
+"""Records of the disk tier, in memory and in a file: which block each slot holds.
 
 The file starts with a page that says what the tier is for, followed by a 128-byte record for each
 slot, each with a hash of its own.
@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from workers.kv.identity import IDENTITY_BYTES, BlockIdentity
 
 PAGE_BYTES = 4096
-"""Slots begin at multiples of it, as direct I/O would require."""
+"""Bytes of a page: slots begin at multiples, as direct I/O would require."""
 _MAGIC = b"kvroute disk tier 2\n"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # magic, block size in bytes, number of slots, fingerprint, boot id
@@ -38,14 +38,15 @@ _RECORD = np.dtype(
         ("seal", "<u8"),
     ]
 )
-"""checksum: of the block. seal: a hash of all before it; in a void record it is 0 like the rest."""
+"""Layout of a record. checksum: of the block. seal: a hash of all fields before it; in a void
+record it is 0 like the rest."""
 RECORD_BYTES = _RECORD.itemsize
 _WHOLE = np.dtype(f"V{RECORD_BYTES}")
-"""With this type numpy copies records ten times as fast as field by field."""
+"""Type of a record with which numpy copies ten times as fast as field by field."""
 _SEALED = np.dtype(
     {"names": ["sealed"], "formats": [f"V{RECORD_BYTES - 8}"], "itemsize": RECORD_BYTES}
 )
-"""What the seal of a record covers."""
+"""Type of the part of a record that its seal covers."""
 VOID, _ROOT, _CHILD = range(3)
 
 
@@ -55,7 +56,7 @@ Records = NDArray[Any]
 
 
 class DiskBlock(NamedTuple):
-    """What a slot holds, or is to hold. generation: the slot's then; see workers/kv/slots.py."""
+    """The block of a slot. generation: how many times the slot had been freed before."""
 
     generation: int
     block: BlockIdentity
@@ -65,24 +66,22 @@ class DiskBlock(NamedTuple):
 class DiskIndex:
     """The records of `num_slots` slots. Nothing is written before `open`.
 
-    Calls may come from several threads. fingerprint: see SlotFile.
+    Calls may come from several threads. fingerprint: of whatever makes a block usable.
     """
 
     def __init__(self, path: Path, *, block_bytes: int, num_slots: int, fingerprint: int) -> None:
         self.path = path
         self._header = _HEADER.pack(_MAGIC, block_bytes, num_slots, fingerprint, _boot_id())
         self._records: Records = np.zeros(num_slots, _RECORD)
-        """As they are in the file."""
         self._changing = RLock()
         content = path.read_bytes() if path.exists() else b""
         self.is_ours, self.is_rebooted = _compare(content[: len(self._header)], self._header)
-        """Was the file written for these blocks; and before the last reboot?"""
+        """Whether the file was written for these blocks, and whether before the last reboot."""
         self.is_foreign = bool(content) and not self.is_ours
         if self.is_ours:
             self._take_records(content[PAGE_BYTES:])
 
     def open(self) -> None:
-        """Write the file anew, and keep it open."""
         _replace(self.path, self._header.ljust(PAGE_BYTES, b"\0") + self._records.tobytes())
         self._file = os.open(self.path, os.O_RDWR)
 
@@ -94,7 +93,7 @@ class DiskIndex:
         return int(np.count_nonzero(self._records["state"]))
 
     def blocks(self) -> Iterator[tuple[int, DiskBlock]]:
-        """All slots that hold a block, with what they hold."""
+        """Yields each slot that holds a block, and the block."""
         slots = self._occupied(np.arange(len(self._records)))
         of_slots = self._records[slots]
         states, blocks, parents, generations = (
@@ -111,22 +110,23 @@ class DiskIndex:
         return records
 
     def put(self, slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> None:
-        """`slots`, in order, hold these blocks. Raises OSError; then some are unchanged."""
+        """Records that `slots`, in order, hold these blocks. Raises OSError; then some are
+        unchanged."""
         self._put(slots, _packed(slots, blocks, checksums))
 
     def void(self, slots: Ids) -> None:
-        """`slots`, in order, hold no block. Raises OSError; then some are unchanged."""
+        """Records that `slots`, in order, hold no block. Raises OSError: some are unchanged."""
         occupied = self._occupied(slots)
         self._put(occupied, np.zeros(len(occupied), _RECORD))
 
     def forget(self, slot: int, record: Any) -> None:
-        """Void the slot's record, unless the slot holds something else by now."""
+        """Voids the slot's record, unless the slot holds something else by now."""
         with self._changing, suppress(OSError):
             if self._records["seal"][slot] == record["seal"]:
                 self._put(np.array([slot]), np.zeros(1, _RECORD))
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Before `open`: these slots hold no block."""
+        """Voids the records of these slots; call before `open`."""
         self._records[slots] = np.zeros(1, _RECORD)
 
     def _take_records(self, packed: bytes) -> None:
@@ -138,13 +138,14 @@ class DiskIndex:
         self._records[slots[right]] = read[right]
 
     def _occupied(self, slots: Ids) -> Ids:
-        """Those of `slots` that hold a block."""
+        """Returns those of `slots` that hold a block."""
         with self._changing:
             occupied: Ids = slots[self._records["state"][slots] != VOID]
         return occupied
 
     def _put(self, slots: Ids, records: Records) -> None:
-        """Write records; those close to each other in one piece, along with what lies between them.
+        """Writes records; those close to each other in one piece, along with what lies between
+        them.
 
         Raises OSError; then some of them are unchanged.
         """
@@ -159,7 +160,7 @@ class DiskIndex:
 
 
 def between(starts: Ids, end: int) -> list[slice]:
-    """From each of `starts` to the next one, or to `end`."""
+    """Returns the range from each of `starts` to the next one, or to `end`."""
     bounds = [*starts.tolist(), end]
     return list(map(slice, bounds, bounds[1:]))
 
@@ -172,7 +173,7 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def read_at(file: int, into: memoryview, offset: int) -> int:
-    """Bytes read: fewer than asked for only at the end of the file."""
+    """Returns the number of bytes read: fewer than asked for only at the end of the file."""
     into = into.cast("B")
     done = 0
     while done < into.nbytes:
@@ -184,7 +185,8 @@ def read_at(file: int, into: memoryview, offset: int) -> int:
 
 
 def _cut(slots: Ids, apart: NDArray[np.bool_]) -> list[slice]:
-    """Ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next one."""
+    """Returns ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next
+    one."""
     return between(np.flatnonzero(np.r_[True, apart][: len(slots)]), len(slots))
 
 
@@ -201,13 +203,13 @@ def _packed(slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -
 
 
 def _seals(slots: Ids, records: Records) -> NDArray[np.uint64]:
-    """A hash of each record and its slot: in another slot's place the record is invalid."""
+    """Returns a hash of each record and its slot: in another slot's place the record is invalid."""
     sealed = records.view(_SEALED)["sealed"].tolist()
     return np.array(list(map(xxh3_64_intdigest, sealed, slots.tolist())), np.uint64)
 
 
 def _boot_id() -> bytes:
-    """Identifies this boot of the machine; if it cannot be read, an id that no other boot has."""
+    """Returns an id of this boot of the machine; if there is none, one that no other boot has."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
@@ -215,7 +217,7 @@ def _boot_id() -> bytes:
 
 
 def _compare(written: bytes, header: bytes) -> tuple[bool, bool]:
-    """Whether `found` is the header of files like `header`'s, and whether they predate a reboot."""
+    """Whether both headers are of the same blocks, and whether a reboot lies between them."""
     if len(written) != len(header):
         return False, False
     *what, boot_id = _HEADER.unpack(written)
@@ -224,7 +226,7 @@ def _compare(written: bytes, header: bytes) -> tuple[bool, bool]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Give `path` this content atomically and durably: a crash of the machine does not undo it."""
+    """Gives `path` this content atomically and durably: a crash of the machine does not undo it."""
     beside = path.with_suffix(".new")
     with beside.open("wb") as file:
         file.write(content)

@@ -1,9 +1,10 @@
-"""What a KV block is known by where its content is served from: in slots, on disk, on the wire.
+"""Identities of KV blocks, by which their content is served: in slots, on disk, on the wire.
 
-The index knows blocks by 64 bits of XXH3. A second block with a given hash is found in a minute: in
-the index it promises what is not held; served by, it would answer one client from another client's
-prompt. An identity has 256 bits that nobody can make collide. It needs no secret, so workers need
-nothing in common to know each other's blocks, nor a worker to know those of its earlier lives.
+The index knows blocks by 64 bits of XXH3. A second block with a given hash is found in a minute. In
+the index such a block promises what is not held; served by its hash, it would answer one client
+from another client's prompt. An identity has 256 bits that nobody can make collide. It needs no
+secret, so workers need nothing in common to know each other's blocks, nor a worker to know those of
+its earlier lives.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from app.core.types import SequenceHash
 
 BlockIdentity = NewType("BlockIdentity", bytes)
 """BLAKE2b of the identity of the block before, or of the prompt's salt, and of the block's tokens;
-then the block's sequence hash, big-endian, by which the index is told of it."""
+then the block's sequence hash, big-endian, by which the index is told of the block."""
 _DIGEST_BYTES = 32
 IDENTITY_BYTES = _DIGEST_BYTES + 8
 
 
 def identities_of(prompt: bytes, block_size: int, salt: str = "") -> list[BlockIdentity]:
-    """One for each full block of a prompt, in its order. prompt: token ids, little-endian u32."""
+    """Returns one for each full block, in order. prompt: token ids, little-endian u32."""
     _, hashes = compute_hashes(prompt, block_size, seed=seed_for(cache_namespace=salt))
     # No block's digest is made as this one is: no salt can stand for a prompt's beginning.
     digest = blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"salt").digest()
@@ -35,5 +36,4 @@ def identities_of(prompt: bytes, block_size: int, salt: str = "") -> list[BlockI
 
 
 def hash_of(block: BlockIdentity) -> SequenceHash:
-    """By which the index knows the block."""
     return SequenceHash(int.from_bytes(block[_DIGEST_BYTES:]))

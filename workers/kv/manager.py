@@ -29,15 +29,15 @@ from workers.kv.tables import BlockTable, Eviction, Move
 
 @dataclass(slots=True)
 class BlockCounts:
-    """In blocks, since the start, unless stated otherwise."""
+    """Counts since the start, of blocks unless stated otherwise."""
 
     evicted: int = 0
     loaded: int = 0
     stored: int = 0
     stores_dropped: int = 0
-    """Not stored, because too much was being stored already or nothing was free below."""
+    """Blocks not stored, because too much was being stored already or nothing was free below."""
     failed: int = 0
-    """Not loaded or stored, because the copy failed."""
+    """Blocks not loaded or stored, because the copy failed."""
     fallbacks: int = 0
     """Requests that computed blocks they were to load."""
     recomputed: int = 0
@@ -74,22 +74,23 @@ class BlockManager:
         self._events = EventLog()
         self._moves = Moves(self.tiers, self._events, max_storing)
         self._uses_before: OrderedDict[BlockIdentity, int] = OrderedDict()
-        """Uses of the last blocks that went, for as many blocks as the device has slots."""
+        """Uses of the last blocks that went, at most as many blocks as the device has slots."""
         self._idle = IdleBeforeEvict(now)
 
     @property
     def idle_before_evict_s(self) -> float:
-        """Counts blocks that left the last tier that held them; see IdleBeforeEvict."""
+        """Seconds for which evicted blocks had gone unused, where no other tier held them."""
         return self._idle.value_s
 
     # Requests
 
     def match(self, chain: Sequence[BlockIdentity]) -> list[Tier]:
-        """The fastest tier of each leading block of `chain` that is there and worth loading."""
+        """Returns the fastest tier of each leading block of `chain` that is there and worth
+        loading."""
         return [tier for tier, _ in self._find(chain)]
 
     def prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
-        """`num_blocks` slots for a request whose prompt begins with `prefix`.
+        """Returns `num_blocks` slots for a request whose prompt begins with `prefix`.
 
         Leading blocks on the device are shared. Those in slower tiers get slots and planned loads
         that fill them; requests that need the same blocks meanwhile share those slots. Raises
@@ -133,7 +134,7 @@ class BlockManager:
         return table
 
     def register(self, table: BlockTable, blocks: Iterable[BlockIdentity]) -> None:
-        """The next slots of the table are full, with these blocks: let others find them.
+        """Lets others find the next slots of the table, which are full with these blocks.
 
         Where a block already has a slot, the table gets that slot in place of its own.
         """
@@ -156,11 +157,8 @@ class BlockManager:
             self._plan_store(Tier.DEVICE, fresh)
 
     def share(self, table: BlockTable, prefix: Sequence[BlockIdentity]) -> int:
-        """Share what others have filled of `prefix`, beyond the table's chain, since it was
-        prepared.
-
-        The table gets those slots in place of its own. Returns how many.
-        """
+        """Gives the table the slots that others have filled with blocks of `prefix` since it was
+        prepared; returns how many."""
         at = len(table.chain)
         filled = 0
         for block in prefix[at:]:
@@ -173,7 +171,7 @@ class BlockManager:
         return count
 
     def keep(self, table: BlockTable) -> BlockTable:
-        """The full slots of a request, held for longer than the request.
+        """Returns the full slots of a request, held for longer than the request.
 
         They are not looked up: a block that is being loaded may have another slot.
         """
@@ -186,7 +184,7 @@ class BlockManager:
         return kept
 
     def fall_back(self, table: BlockTable) -> None:
-        """A load of a ready table failed: give the table slots of its own from there on.
+        """Gives a ready table slots of its own from the block on that a failed load did not bring.
 
         Raises NotEnoughBlocks, having released the table.
         """
@@ -207,7 +205,7 @@ class BlockManager:
             raise
 
     def release(self, table: BlockTable) -> None:
-        """The request is finished or cancelled.
+        """Lets go of the slots of a request.
 
         Tail first, so that tails are older than the blocks before them and are evicted first.
         """
@@ -217,7 +215,7 @@ class BlockManager:
         table.slots.clear()
 
     def prefetch(self, chain: Sequence[BlockIdentity]) -> int:
-        """Plan loads of `chain`'s leading blocks into free slots; returns how many."""
+        """Plans loads of `chain`'s leading blocks into free slots; returns how many."""
         wanted: dict[Tier, list[Slot]] = {}
         room = self._device.num_free
         for source, slot in self._find(chain):
@@ -235,7 +233,8 @@ class BlockManager:
     # Room
 
     def evict(self, tier: Tier, count: int) -> Eviction:
-        """Choose up to `count` idle slots to free, and plan to store the blocks that are worth it.
+        """Chooses up to `count` idle slots to free, and plans to store the blocks that are worth
+        it.
 
         The eviction is to be withdrawn when `store` is finished, then reclaimed.
         """
@@ -248,11 +247,11 @@ class BlockManager:
         return Eviction(tier, [(slot, slot.leaving) for slot in chosen], store)
 
     def withdraw(self, eviction: Eviction) -> None:
-        """Announce that these blocks leave their tier, except those that were called back."""
+        """Announces that these blocks leave their tier, except those that were called back."""
         self._events.withdraw(eviction.tier, eviction.leaving)
 
     def reclaim(self, eviction: Eviction) -> int:
-        """Free the slots, now that it is known that their blocks leave; returns how many."""
+        """Frees the slots, once it is known that their blocks leave; returns how many."""
         leaving = eviction.leaving
         for slot in leaving:
             assert not slot.published, f"slot {slot.block_id} is not withdrawn"
@@ -266,17 +265,15 @@ class BlockManager:
         return len(leaving)
 
     def room_below(self, tier: Tier) -> int:
-        """How many blocks of `tier` could now be stored in the tier below, if there is one."""
         return self._moves.room_below(tier)
 
     # Copies
 
     def take_moves(self) -> list[Move]:
-        """Moves planned since the last call, in order."""
         return self._moves.take_planned()
 
     def finish(self, move: Move, num_done: int) -> None:
-        """`move` has ended: its first `num_done` blocks are where they should be.
+        """Takes in that `move` has ended, with its first `num_done` blocks where they should be.
 
         If a load failed, the source of the next block is considered bad, and is dropped.
         """
@@ -295,17 +292,19 @@ class BlockManager:
     def adopt(
         self, tier: Tier, blocks: Iterable[tuple[int, int, BlockIdentity, BlockIdentity | None]]
     ) -> None:
-        """Call first of all: take in a tier's blocks from an earlier life; see Slots.adopt."""
+        """Takes in the blocks that a tier has from an earlier process; call before anything else.
+
+        blocks: of each slot its number, its generation, its block and that block's parent.
+        """
         slots = self.tiers[tier]
         slots.adopt(blocks)
         self._events.publish(tier, slots.registered())
 
     def take_events(self) -> list[CacheEvent]:
-        """Changes since the last call, in order."""
         return self._events.take()
 
     def check(self) -> None:
-        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
+        """Raises AssertionError if the bookkeeping contradicts itself."""
         self._moves.check()
         references: Counter[Slot] = Counter()
         for table in self._tables:
@@ -329,7 +328,7 @@ class BlockManager:
         assert len(self._uses_before) <= self._device.num_slots
 
     def _find(self, chain: Iterable[BlockIdentity]) -> list[tuple[Tier, Slot]]:
-        """Where each leading block is, in the fastest tier that has it."""
+        """Returns the fastest tier that has each leading block, and the slot there."""
         places = []
         tiers = [
             (t, s) for t, s in self.tiers.items() if t is Tier.DEVICE or self.admission.loads(t)
@@ -348,7 +347,7 @@ class BlockManager:
         return num_blocks - num_blocks % self._reuse_multiple
 
     def _hold(self, tier: Tier, slot: Slot) -> None:
-        """Hold for a request or a load; a slot that was leaving stays."""
+        """Holds a slot for a request or a load; a slot that was leaving stays."""
         slots = self.tiers[tier]
         slots.hold(slot)
         if slot.leaving:
@@ -366,7 +365,8 @@ class BlockManager:
         return self._moves.store(source, target, sources) if sources else None
 
     def _touch_below(self, tier: Tier, slot: Slot) -> None:
-        """If the tier below has the block as well: nobody could use it there until now."""
+        """Makes the block the most recently used below as well: nobody could use it there until
+        now."""
         lower = self._moves.below[tier]
         below = None if lower is None else self.tiers[lower].find(block_of(slot))
         if lower is not None and below is not None:
@@ -382,7 +382,7 @@ class BlockManager:
         )
 
     def _remember(self, slot: Slot) -> None:
-        """When a block comes back, its earlier uses count."""
+        """Keeps the block's uses, which count if the block comes back."""
         self._uses_before[block_of(slot)] = slot.uses
         self._uses_before.move_to_end(block_of(slot))
         if len(self._uses_before) > self._device.num_slots:

@@ -28,10 +28,10 @@ from workers.kv.arrival import HAS_HAPPENED, CopyEvent
 log = logging.getLogger(__name__)
 
 WORD_BYTES = 8
-"""Blocks are moved as int64: torch moves narrower types several times slower."""
+"""Bytes of an int64, as which blocks are moved: torch moves narrower types several times slower."""
 GROUP_BYTES = 64 << 10
-"""Of a block, so much is copied at once where it goes layer by layer: with less, each piece costs
-more than its bytes."""
+"""Bytes of a block that are copied at once where it goes layer by layer: with less, each piece
+costs more than its bytes."""
 
 Ids = NDArray[np.int64]
 
@@ -61,16 +61,15 @@ class KVShape:
 
     @property
     def whole(self) -> KVShape:
-        """All ranks' parts together."""
         return replace(self, tp_size=1, tp_rank=0)
 
     def split(self, tp_size: int) -> list[KVShape]:
-        """The parts of so many ranks. Raises ConfigError unless they share the heads evenly."""
+        """Returns the parts of so many ranks. Raises ConfigError unless they share the heads
+        evenly."""
         return [replace(self, tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
 
     @property
     def num_heads(self) -> int:
-        """KV heads of this rank."""
         return self.num_kv_heads // self.tp_size
 
     @property
@@ -80,7 +79,6 @@ class KVShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of a block."""
         return 2 * self.block_size * self.num_heads * self.head_size * self.dtype.itemsize
 
     @property
@@ -90,7 +88,6 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that a block takes up in a pool."""
         return self.num_layers * self.layer_words * WORD_BYTES
 
     @property
@@ -103,7 +100,7 @@ class KVShape:
 
     @property
     def fingerprint(self) -> int:
-        """A u64 that two shapes share only if their blocks are laid out alike."""
+        """Returns a u64 that two shapes share only if their blocks are laid out alike."""
         return xxh3_64_intdigest(repr(self).encode())
 
 
@@ -148,8 +145,8 @@ class MemoryPool:
 
 
 def _pageable_zeros(num_words: int) -> Tensor:
-    """Zeroed host memory, in huge pages where there are any: with small pages, finding 16 KiB costs
-    a fifth of what copying them does. Raises OSError, OverflowError."""
+    """Returns zeroed host memory, in huge pages where there are any: with small pages, finding 16
+    KiB costs a fifth of what copying them does. Raises OSError, OverflowError."""
     memory = mmap.mmap(-1, num_words * WORD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -157,19 +154,20 @@ def _pageable_zeros(num_words: int) -> Tensor:
 
 
 def as_numbers(words: Tensor, shape: KVShape) -> Tensor:
-    """The same memory as (num_blocks, num_layers, *shape.layer_shape), whatever the layers."""
+    """Returns the memory as (num_blocks, num_layers, *shape.layer_shape), whatever the layers."""
     used = words.view(torch.uint8)[..., : shape.layer_bytes]
     return used.view(shape.dtype).view(*words.shape[:2], *shape.layer_shape)
 
 
 def host_pool(shape: KVShape, num_blocks: int) -> MemoryPool:
-    """A pool in host memory, pinned if there is a CUDA device: only then do copies to the device
-    overlap with compute, and run at the full rate."""
+    """Returns a pool in host memory, pinned if there is a CUDA device: only then do copies to the
+    device overlap with compute, and run at the full rate."""
     return MemoryPool(shape, num_blocks, pinned=_pins_host_memory())
 
 
 def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
-    """The ids as an array. Raises ValueError unless they are distinct blocks of such a pool."""
+    """Returns the ids as an array. Raises ValueError unless they are distinct blocks of such a
+    pool."""
     ids = np.fromiter(block_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= num_blocks)]
     if len(wrong):
@@ -184,7 +182,8 @@ def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
 def checked_map(
     source_ids: Sequence[int], num_sources: int, target_ids: Sequence[int], num_targets: int
 ) -> tuple[Ids, Ids]:
-    """Both sides as arrays. Raises ValueError unless they pair distinct blocks of the two pools."""
+    """Returns both sides as arrays. Raises ValueError unless they pair distinct blocks of the
+    pools."""
     if len(source_ids) != len(target_ids):
         raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} slots")
     return checked_ids(source_ids, num_sources), checked_ids(target_ids, num_targets)
@@ -192,21 +191,20 @@ def checked_map(
 
 @cache
 def _pins_host_memory() -> bool:
-    """Cached, so that CUDA is asked once and the answer is logged once."""
     pins = torch.cuda.is_available()
     log.info("host memory for KV blocks is %s", "pinned" if pins else "pageable: no CUDA device")
     return pins
 
 
 class CopyStream(Protocol):
-    """Runs in order what is submitted to it; events say when it has run.
+    """A stream that runs in order what is submitted to it; events say when it has run.
 
     On a CUDA device, copies run while the device computes: nothing waits for a copy but whoever
     waits for its event. In host memory, all is done when `submit` returns.
     """
 
     def submit(self, work: Callable[[], None]) -> CopyEvent:
-        """Run `work`, or have it run after what was submitted before.
+        """Runs `work`, or has it run after what was submitted before; returns the event of that.
 
         It does not wait for what is being computed: its memory must be out of use by then. Where
         this raises what `work` raises, nothing more of it runs.
@@ -214,7 +212,7 @@ class CopyStream(Protocol):
 
 
 class HostStream:
-    """Work runs at once."""
+    """A stream in host memory: work runs at once."""
 
     def submit(self, work: Callable[[], None]) -> CopyEvent:
         work()
@@ -253,6 +251,6 @@ class _CudaEvent:
 
 
 def new_stream(*pools: MemoryPool) -> CopyStream:
-    """On the CUDA device of one of the pools, if one is on any."""
+    """Returns a stream on the CUDA device of one of the pools, or in host memory."""
     device = next((pool.device for pool in pools if pool.words.is_cuda), None)
     return HostStream() if device is None else CudaStream(device)

@@ -1,4 +1,4 @@
-"""When blocks are stored in slower tiers, books of the copies between tiers, and events that tell
+"""Moves of blocks between tiers: when blocks are stored, what is under way, and events that tell
 the index which blocks can be found."""
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from workers.kv.tables import Move
 
 
 class WritePolicy(Enum):
-    """When a block is stored in the next slower tier."""
+    """Rule of when a block is stored in the next slower tier."""
 
     BACK = "back"
-    """When it is evicted."""
     THROUGH = "through"
-    """As soon as it is filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Which blocks are worth a place in a slower tier, and worth loading from there.
+    """Rule of which blocks are worth a place in a slower tier, and worth loading from there.
 
-    min_uses: a block is stored once this many requests have needed it.
-    compute_s, load_s: seconds to compute a block, and to load it from a tier.
+    min_uses: a block is stored once this many requests have needed it. compute_s, load_s: seconds
+    to compute a block, and to load it from a tier.
     """
 
     min_uses: int = 1
@@ -50,10 +48,10 @@ class EventLog:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
         self._num_slots: Counter[tuple[Tier, SequenceHash]] = Counter()
-        """Published with that hash: different blocks may have it."""
+        """Number of published slots with a hash: different blocks may have it."""
 
     def publish(self, tier: Tier, slots: Iterable[Slot]) -> None:
-        """These blocks can be found: one event for each contiguous part of a chain."""
+        """Says that these blocks can be found, in one event for each contiguous part of a chain."""
         run: list[Slot] = []
         for slot in slots:
             slot.published = True
@@ -66,7 +64,7 @@ class EventLog:
             self._events.append(_stored(run, tier))
 
     def withdraw(self, tier: Tier, slots: Iterable[Slot]) -> None:
-        """These blocks leave the tier."""
+        """Says that these blocks leave the tier."""
         blocks = []
         for slot in slots:
             slot.published = False
@@ -79,7 +77,6 @@ class EventLog:
             self._events.append(Removed(tuple(blocks), tier))
 
     def take(self) -> list[CacheEvent]:
-        """Changes since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -91,25 +88,23 @@ def _stored(run: Sequence[Slot], tier: Tier) -> Stored:
 
 
 class Moves:
-    """Holds the slots of each move until it is finished, and then says what can be found there.
+    """Planned moves, whose slots are held until each is finished.
 
     tiers: fastest first. max_storing: blocks that may be on their way to a slower tier at once.
     """
 
     def __init__(self, tiers: Mapping[Tier, Slots], events: EventLog, max_storing: int) -> None:
         self.below = dict(zip(tiers, [*list(tiers)[1:], None], strict=True))
-        """The next slower tier of each."""
         self.under_way: set[Move] = set()
-        """Planned, and not finished."""
         self._tiers = tiers
         self._events = events
         self._max_storing = max_storing
         self._planned: list[Move] = []
         self._storing: dict[Tier, set[BlockIdentity]] = {tier: set() for tier in tiers}
-        """By the tier that they are being stored to."""
+        """Blocks under way, by the tier that they are stored to."""
 
     def room_below(self, tier: Tier) -> int:
-        """How many blocks of `tier` could now be stored in the tier below, if there is one."""
+        """Returns how many blocks of `tier` could now be stored in the tier below."""
         target = self.below[tier]
         if target is None:
             return 0
@@ -119,8 +114,8 @@ class Moves:
         return block in self._storing[target]
 
     def load(self, source: Tier, sources: list[Slot], targets: list[Slot]) -> None:
-        """Plan a load onto the device. Its slots are already held; from now on others can find the
-        targets."""
+        """Plans a load onto the device, whose slots are already held; others can find the targets
+        now."""
         blocks = [block_of(slot) for slot in sources]
         move = Move(source, Tier.DEVICE, sources, targets, blocks)
         for slot, above in zip(sources, targets, strict=True):
@@ -130,7 +125,7 @@ class Moves:
         self._plan(move)
 
     def store(self, source: Tier, target: Tier, sources: list[Slot]) -> Move:
-        """Plan a store into free slots of `target`, of which there must be as many."""
+        """Plans a store into free slots of `target`, of which there must be as many."""
         for slot in sources:
             self._tiers[source].hold(slot)
         targets = self._tiers[target].take(len(sources))
@@ -143,12 +138,11 @@ class Moves:
         return move
 
     def take_planned(self) -> list[Move]:
-        """Moves planned since the last call, in order."""
         planned, self._planned = self._planned, []
         return planned
 
     def end_load(self, move: Move, num_done: int) -> None:
-        """Its first blocks can be read in the targets; the source of the next one is dropped."""
+        """Lets others read the first blocks in the targets; drops the source of the next one."""
         self._end(move)
         source, target = self._tiers[move.source], self._tiers[move.target]
         loaded = []
@@ -168,7 +162,7 @@ class Moves:
         _release(source, move.sources)
 
     def end_store(self, move: Move, num_done: int) -> list[Slot]:
-        """Its first blocks can be found in the targets; returns those slots."""
+        """Lets others find the first blocks in the targets; returns those slots."""
         self._end(move)
         source, target = self._tiers[move.source], self._tiers[move.target]
         self._storing[move.target].difference_update(move.blocks)
@@ -189,7 +183,7 @@ class Moves:
         return list(stored)
 
     def check(self) -> None:
-        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
+        """Raises AssertionError if the bookkeeping contradicts itself."""
         assert not any(move.finished for move in self.under_way)
         for tier, storing in self._storing.items():
             stores = (m for m in self.under_way if m.target is tier and not m.is_load)
@@ -207,6 +201,6 @@ class Moves:
 
 
 def _release(slots: Slots, released: Sequence[Slot]) -> None:
-    """Tail first; see BlockManager.release."""
+    """Releases tails before the blocks in front of them."""
     for slot in reversed(released):
         slots.release(slot)

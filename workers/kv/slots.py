@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from workers.kv.tables import Move
 
 MAX_STALE = 64
-"""How many entries of runs that have changed FreeRuns keeps, beside as many as there are runs."""
+"""Entries of runs that have changed that FreeRuns keeps, beside as many as there are runs."""
 
 
 class FreeRuns:
@@ -34,9 +34,9 @@ class FreeRuns:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
-        """Of each run, by its first."""
+        """Last number of each run, by its first."""
         self._first: dict[int, int] = {}
-        """Of each run, by its last."""
+        """First number of each run, by its last."""
         self._longest: list[tuple[int, int]] = []
         """Heap of negative length and first number: of each run, and of some that have changed."""
         self._num_free = 0
@@ -49,7 +49,6 @@ class FreeRuns:
             yield from range(first, last + 1)
 
     def add(self, first: int, last: int) -> None:
-        """Free the numbers from `first` to `last`."""
         self._num_free += last - first + 1
         if first - 1 in self._first:
             first = self._first.pop(first - 1)
@@ -62,7 +61,7 @@ class FreeRuns:
             heapq.heapify(self._longest)
 
     def take(self, num: int) -> list[int]:
-        """Give out `num` of the numbers, of which there must be as many."""
+        """Gives out `num` of the numbers, of which there must be as many."""
         taken: list[int] = []
         while len(taken) < num:
             minus_size, first = heapq.heappop(self._longest)
@@ -97,9 +96,9 @@ class Slot:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.generation = 0
-        """How many times the slot has been freed."""
+        """Number of times that the slot has been freed."""
         self.references = 0
-        """How many requests and transfers need the slot to stay as it is."""
+        """Requests and moves that need the slot to stay as it is."""
         self._empty()
 
     def _empty(self) -> None:
@@ -111,29 +110,25 @@ class Slot:
         self.leaving = 0
         """Number of the `choose` call that picked the slot for eviction; 0: it stays."""
         self.published = False
-        """Has the block been announced as stored, and not as removed since?"""
+        """Whether the block was announced as stored, and not as removed since."""
         self.idle_since_s = 0.0
-        """Once nobody uses the block: when it was last used, here or in the tier above."""
+        """Time of the last use of an idle block, here or in the tier above."""
         self.uses = 0
-        """How many requests have held the block."""
+        """Requests that have held the block."""
 
     def free(self) -> None:
-        """Discard what is in the slot."""
         self.generation += 1
         self._empty()
 
 
 def block_of(slot: Slot) -> BlockIdentity:
-    """The block of a slot that others can find."""
+    """Returns the block of a slot that others can find."""
     assert slot.block is not None, f"slot {slot.block_id} has no block"
     return slot.block
 
 
 class Slots:
-    """The `num_slots` slots of a tier. Each operation takes the same time in any tier.
-
-    now: seconds.
-    """
+    """The `num_slots` slots of a tier. now: a clock in seconds."""
 
     def __init__(self, num_slots: int, now: Callable[[], float]) -> None:
         self.num_slots = num_slots
@@ -143,7 +138,7 @@ class Slots:
         self._free.add(0, num_slots - 1)
         self._by_block: dict[BlockIdentity, Slot] = {}
         self._idle: OrderedDict[int, Slot] = OrderedDict()
-        """Those that `choose` may take, from least to most recently used."""
+        """Slots that `choose` may take, from least to most recently used."""
         self._num_choices = 0
         self._num_leaving = 0
 
@@ -153,7 +148,6 @@ class Slots:
 
     @property
     def num_idle(self) -> int:
-        """How many slots `choose` may take."""
         return len(self._idle)
 
     @property
@@ -164,7 +158,7 @@ class Slots:
         return self._by_block.get(block)
 
     def take(self, num: int) -> list[Slot]:
-        """Take `num` free slots, each held once. Raises NotEnoughBlocks, having taken none."""
+        """Takes `num` free slots, each held once. Raises NotEnoughBlocks, having taken none."""
         if num > len(self._free):
             raise NotEnoughBlocks(num, len(self._free))
         taken = [self._slots[n] for n in self._free.take(num)]
@@ -173,7 +167,7 @@ class Slots:
         return taken
 
     def adopt(self, blocks: Iterable[tuple[int, int, BlockIdentity, BlockIdentity | None]]) -> None:
-        """Take in the blocks that are already in the slots of a new tier.
+        """Takes in the blocks that are already in the slots of a new tier.
 
         blocks: of each such slot its number, its generation, its block and that block's parent.
         """
@@ -197,7 +191,7 @@ class Slots:
             self.release(slot)
 
     def _tails_first(self, slots: Sequence[Slot]) -> Iterator[Slot]:
-        """Yield each slot after those of its block's children, if the children have slots."""
+        """Yields each slot after those of its block's children, if the children have slots."""
         hanging = Counter(slot.parent for slot in slots)
         tails = deque(slot for slot in slots if not hanging[slot.block])
         while tails:
@@ -209,7 +203,7 @@ class Slots:
                 tails.append(parent)
 
     def register(self, slot: Slot, block: BlockIdentity, parent: BlockIdentity | None) -> None:
-        """Let others find a slot that was taken. No other slot may hold that block."""
+        """Lets others find a slot that was taken. No other slot may hold that block."""
         assert slot.references, f"slot {slot.block_id} is not taken"
         assert slot.block is None, f"slot {slot.block_id} has a block"
         assert block not in self._by_block, f"{block.hex()} has a slot"
@@ -217,7 +211,7 @@ class Slots:
         self._by_block[block] = slot
 
     def forget(self, slot: Slot) -> None:
-        """Stop others from finding the slot; it is freed once nobody holds it."""
+        """Stops others from finding the slot, which is freed once nobody holds it."""
         assert slot.block is not None, f"slot {slot.block_id} has no block"
         self._leave_order(slot)
         del self._by_block[slot.block]
@@ -226,20 +220,20 @@ class Slots:
             self._free_slot(slot)
 
     def hold(self, slot: Slot) -> None:
-        """Keep the slot as it is until the matching `release`. A leaving slot remains leaving."""
+        """Keeps the slot as it is until the matching `release`. A leaving slot remains leaving."""
         if not slot.references and not slot.leaving:
             self._leave_order(slot)
         slot.references += 1
 
     def call_back(self, slot: Slot) -> None:
-        """Let a held slot that was leaving stay."""
+        """Lets a held slot that was leaving stay."""
         assert slot.leaving
         assert slot.references
         slot.leaving = 0
         self._num_leaving -= 1
 
     def release(self, slot: Slot) -> None:
-        """Drop one reference. The last one frees the slot, or makes it the most recently used."""
+        """Drops one reference. The last one frees the slot, or makes it the most recently used."""
         assert slot.references, f"slot {slot.block_id} is held by nobody"
         slot.references -= 1
         if slot.references:
@@ -250,13 +244,13 @@ class Slots:
             self._enter_order(slot)
 
     def touch(self, slot: Slot) -> None:
-        """Make the slot the most recently used, if it is idle."""
+        """Makes the slot the most recently used, if it is idle."""
         if self._is_idle(slot):
             self._leave_order(slot)
             self._enter_order(slot)
 
     def choose(self, num: int) -> list[Slot]:
-        """Mark up to `num` idle slots as leaving, the longest unused first."""
+        """Marks up to `num` idle slots as leaving, the longest unused first."""
         self._num_choices += 1
         chosen = [self._idle.popitem(last=False)[1] for _ in range(min(num, self.num_idle))]
         for slot in chosen:
@@ -265,18 +259,16 @@ class Slots:
         return chosen
 
     def is_evictable(self, slot: Slot) -> bool:
-        """Is it idle or leaving?"""
         return slot.leaving > 0 or not slot.references
 
     def registered(self) -> list[Slot]:
-        """All slots that others can find."""
         return list(self._by_block.values())
 
     def all(self) -> Sequence[Slot]:
         return self._slots
 
     def check(self) -> None:
-        """Raises AssertionError if the bookkeeping contradicts itself. Takes a while."""
+        """Raises AssertionError if the bookkeeping contradicts itself."""
         free = set(self._free)
         assert len(free) == len(self._free), "a slot is free twice"
         num_leaving = 0

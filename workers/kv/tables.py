@@ -23,9 +23,8 @@ class Move:
     targets: list[Slot]
     blocks: list[BlockIdentity]
     generations: list[int] = field(init=False)
-    """Generations of the sources when the move was planned."""
     arrival: Arrival = field(init=False)
-    """Of a load: how far it is."""
+    """Progress of a load."""
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -38,7 +37,7 @@ class Move:
 
     @property
     def num_ready(self) -> int:
-        """How many leading sources hold what is to be copied."""
+        """Number of leading sources that hold what is to be copied."""
         planned = zip(self.sources, self.generations, self.blocks, strict=True)
         for n, (slot, generation, block) in enumerate(planned):
             if (slot.generation, slot.block) != (generation, block):
@@ -65,17 +64,17 @@ class BlockTable:
 
     @property
     def num_matched(self) -> int:
-        """How many leading slots hold the prompt's blocks, or are being filled with them."""
+        """Number of leading slots that hold the prompt's blocks, or are being filled with them."""
         return len(self.tiers)
 
     @property
     def is_ready(self) -> bool:
-        """Have all its loads ended? `num_whole` says whether they ended well."""
+        """Whether all loads have ended; `num_whole` says whether they ended well."""
         return all(load.finished for load in self.loads)
 
     @property
     def num_whole(self) -> int:
-        """How many leading matched slots hold what they should."""
+        """Number of leading matched slots that hold what they should."""
         for n, slot in enumerate(self.slots[: self.num_matched]):
             if slot.block != self.chain[n]:
                 return n
@@ -95,5 +94,4 @@ class Eviction:
 
     @property
     def leaving(self) -> list[Slot]:
-        """The slots that nobody has called back."""
         return [slot for slot, choice in self.slots if slot.leaving == choice]

@@ -27,7 +27,7 @@ from workers.server.members import GENERATION, PARAMS, check_members, count, gen
 from workers.server.paths import WorkerApp, decoded, encoded, hand_on, respond
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-"""What a router takes, and the ids that it adds."""
+"""Bytes of a body: what a router takes, and the ids that it adds."""
 DEFAULT_MAX_TOKENS = 128
 _CHAT = GENERATION | {
     *("messages", "input_ids", "max_completion_tokens", "reasoning_effort"),
@@ -36,7 +36,7 @@ _CHAT = GENERATION | {
 
 
 def add_chat(app: WorkerApp, served: ServedEngine, source: str) -> None:
-    """Add the paths of chats, models and tokens to `app`.
+    """Adds the paths of chats, models and tokens to `app`.
 
     source: the folder of the model's tokenizer and chat template; "": there is none, and chats come
     as token ids. Raises TokenizerUnavailable.
@@ -66,7 +66,7 @@ def add_chat(app: WorkerApp, served: ServedEngine, source: str) -> None:
 
 
 class _Chats:
-    """renderer: None: prompts come as token ids."""
+    """The paths of chats. renderer: None: prompts come as token ids."""
 
     def __init__(self, served: ServedEngine, renderer: Renderer | None) -> None:
         self._served = served
@@ -149,7 +149,7 @@ class _Chats:
         return fields
 
     async def _rendered(self, fields: Mapping[str, Any]) -> bytes:
-        """A chat's prompt, little-endian u32. Raises InvalidRequest."""
+        """Returns a chat's prompt, little-endian u32. Raises InvalidRequest, QueueFullError."""
         if self._renderer is None:
             raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
         chat = {name: value for name, value in fields.items() if name not in GENERATION}
@@ -165,7 +165,7 @@ class _Chats:
 
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:
-    """A prompt as a router gives it."""
+    """Returns the prompt's ids, if a router has given them."""
     params = fields.get(PARAMS)
     given = params.get("prompt_token_ids") if isinstance(params, dict) else None
     if given is None:

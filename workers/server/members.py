@@ -66,7 +66,7 @@ _NEUTRAL: Mapping[str, object] = {
 
 
 def check_members(fields: Mapping[str, Any], done: Collection[str]) -> None:
-    """Raises InvalidRequest for the first that is neither done nor asks for nothing."""
+    """Raises InvalidRequest for the first member that is neither done nor asks for nothing."""
     for name, value in fields.items():
         if name in done or name in _ABOUT:
             continue

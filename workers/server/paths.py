@@ -62,7 +62,7 @@ from workers.server.members import (
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 16
-"""What the OpenAI API assumes when a request does not say."""
+"""Tokens that the OpenAI API assumes when a request does not say."""
 
 RAW_TOKENS = b"application/octet-stream"
 RAW_TOKEN_BYTES = 4
@@ -87,7 +87,7 @@ ERRORS = ErrorTable(
 
 
 class WorkerApp:
-    """The HTTP interface of an engine; the caller runs it.
+    """The HTTP interface of an engine; the caller runs the engine.
 
     key: that requests must carry, but for /health. metrics_key: that opens /metrics alone. "":
     none.
@@ -151,7 +151,7 @@ class WorkerApp:
 
 
 async def respond(client: Exchange, answer: AnswerChoices, *, streams: bool) -> None:
-    """Send the answer, as a stream if that is asked for.
+    """Sends the answer, as a stream if that is asked for.
 
     Raises EngineStoppedError, and ClientDisconnect if the client does not wait for the answer.
     """
@@ -175,7 +175,7 @@ async def respond(client: Exchange, answer: AnswerChoices, *, streams: bool) -> 
 async def hand_on(
     client: Exchange, served: ServedEngine, prompts: Sequence[bytes], asked: GenerationOptions
 ) -> None:
-    """Keep what is held of a prompt for another worker, and say where. Raises InvalidRequest."""
+    """Keeps what is held of a prompt for another worker, and says where. Raises InvalidRequest."""
     check_travels(served, asked, len(prompts))
     kept = await served.engine.hand_on(prompts[0], KEEP_S, asked.salt)
     await client.answer({PARAMS: params_of(kept, kept.num_tokens)} if kept else {})
@@ -184,7 +184,7 @@ async def hand_on(
 def _completion(
     served: ServedEngine, prompts: list[bytes], asked: GenerationOptions
 ) -> AnswerChoices:
-    """Submitted. Raises InvalidRequest, naming the field and its value, and as Engine.complete."""
+    """Submits a completion. Raises InvalidRequest, and as Engine.complete."""
     request_id = asked.request_id or f"cmpl-{new_id()}"
     limit = asked.max_tokens or DEFAULT_MAX_TOKENS
     writers = written(served, prompts, asked, request_id, limit=limit)
@@ -193,7 +193,7 @@ def _completion(
 
 
 async def _read(client: Exchange, served: ServedEngine) -> tuple[Mapping[str, object], list[bytes]]:
-    """The members of a body, and the prompts in it."""
+    """Returns the members of a body, and the prompts in it."""
     is_raw = client.raw_headers.get(b"content-type", b"").lower().startswith(RAW_TOKENS)
     if is_raw:
         token_size = RAW_TOKEN_BYTES
@@ -210,8 +210,8 @@ async def _read(client: Exchange, served: ServedEngine) -> tuple[Mapping[str, ob
 
 
 def _prompts_in(given: object) -> list[object]:
-    """Each of the texts or lists of token ids, be it one or several. Raises InvalidRequest if there
-    are too many, before any is looked at."""
+    """Returns each of the texts or lists of token ids, be it one or several. Raises InvalidRequest
+    if there are too many, before any is looked at."""
     is_batch = isinstance(given, list) and given and isinstance(given[0], list | str | np.ndarray)
     prompts = given if isinstance(given, list) and is_batch else [given]
     if len(prompts) > MAX_CHOICES:
@@ -220,7 +220,7 @@ def _prompts_in(given: object) -> list[object]:
 
 
 async def _ids_of(prompt: object, served: ServedEngine) -> bytes:
-    """A prompt, little-endian u32. Raises InvalidRequest."""
+    """Returns a prompt's ids, little-endian u32. Raises InvalidRequest."""
     if isinstance(prompt, str):
         if served.tokenizer is None:
             raise InvalidRequest("prompt", "is text, but this worker has no tokenizer")
@@ -250,7 +250,8 @@ def _prompt_bytes(prompt: object) -> bytes:
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
-    """Query fields as JSON would have them; what cannot be converted is left for the checks."""
+    """Returns query fields as JSON would have them; what cannot be converted is left for the
+    checks."""
     fields: dict[str, object] = dict(query)
     for name in query.keys() - {"request_id"}:
         with suppress(orjson.JSONDecodeError):
@@ -259,21 +260,21 @@ def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
 
 
 MAX_BYTES = 1 << 20
-"""Of a text: it takes two hundred times its size in memory, and two seconds that nobody can cut
-short."""
+"""Bytes of a text, which takes two hundred times its size in memory, and two seconds that nobody
+can cut short."""
 _THREADS = TokenizerThreads()
 T = TypeVar("T")
 
 
 async def encoded(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """The ids of a prompt. Raises InvalidRequest, QueueFullError."""
+    """Returns the ids of a prompt. Raises InvalidRequest, QueueFullError."""
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         raise InvalidRequest("prompt", f"has over {MAX_BYTES} bytes: send token ids")
     return await _apart(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
 
 
 async def _apart(size: int, call: Callable[[], T]) -> T:
-    """What `call()` returns or raises, from a thread. size: of what it reads, in characters. Raises
+    """Returns what `call()` returns, from a thread. size: characters that it reads. Raises
     QueueFullError."""
     try:
         return await _THREADS.run(size, call)
@@ -282,5 +283,5 @@ async def _apart(size: int, call: Callable[[], T]) -> T:
 
 
 async def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Raises QueueFullError."""
+    """Returns the text of token ids. Raises QueueFullError."""
     return await _apart(len(ids), lambda: tokenizer.decode(ids))

@@ -1,4 +1,4 @@
-"""Runs the simulated engine on the wall clock and hands out its tokens as they are produced."""
+"""The simulated engine on the wall clock, whose tokens are handed out as they are produced."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from workers.kv.transfer.tcp import BlockSource
 
 
 class EngineRunner:
-    """Drives an engine `speedup` times as fast as the hardware it simulates.
+    """An engine that runs `speedup` times as fast as the hardware it simulates.
 
     max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
-    transfer: by which KV leaves and comes; None: it does neither.
-    on_step: called after each step, when its tokens and events are out; set it at any time.
+    transfer: by which KV leaves and comes; None: it does neither. on_step: called after each step,
+    when its tokens and events are out; set it at any time.
     """
 
     def __init__(
@@ -55,11 +55,12 @@ class EngineRunner:
         )
         self._generations: dict[str, Generation] = {}
         self._keeps: dict[str, tuple[Sequence[SequenceHash], float]] = {}
-        """Of requests whose prompt is for another worker: its blocks, and for how long."""
+        """Blocks and seconds of requests whose prompt is kept for another worker."""
         self._fetching: dict[str, tuple[asyncio.Task[None], BlockSource | None]] = {}
-        """Of requests that wait for KV from another worker, and who keeps some for them alone."""
+        """Tasks of requests that wait for KV from another worker, and the sources of that KV."""
         self._coming: dict[SequenceHash, asyncio.Event] = {}
-        """Blocks on their way from other workers; set once they have come, or will not."""
+        """Blocks on their way from other workers; the event is set once they have come, or will
+        not."""
         self._tasks: asyncio.TaskGroup | None = None
         self._events: list[CacheEvent] = []
         self._work = asyncio.Event()
@@ -74,7 +75,7 @@ class EngineRunner:
         return self._transfer is not None
 
     async def run(self) -> None:
-        """Run until `stop` or cancellation; then end unfinished requests."""
+        """Runs until `stop` or cancellation; then unfinished requests end."""
         self.running = True
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -91,7 +92,7 @@ class EngineRunner:
                 generation.end(None)
 
     async def _step(self) -> None:
-        """Step the engine until `stop`.
+        """Steps the engine until `stop`.
 
         A step ends one step time after the end of the previous one, not after the moment at which
         the event loop got round to it: a busy machine delays steps but does not slow the engine
@@ -117,12 +118,12 @@ class EngineRunner:
             self.on_step()
 
     def stop(self) -> None:
-        """Make `run` return after the step it is in, and refuse further requests."""
+        """Makes `run` return after the step it is in, and refuses further requests."""
         self._stopped = True
         self._work.set()
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """Like `generate`. Sampling options are ignored: the tokens are invented."""
+        """Submits a request. Sampling options are ignored: the tokens are invented."""
         sim_request = SimRequest.from_tokens(
             request.request_id,
             request.prompt,
@@ -140,7 +141,7 @@ class EngineRunner:
     def generate(
         self, request: SimRequest, *, stream_interval: int = 1, source: BlockSource | None = None
     ) -> Generation:
-        """Submit a request at once; its first token comes alone, the others in groups of
+        """Submits a request at once; its first token comes alone, the others in groups of
         `stream_interval`. source: keeps KV of its prompt, for which it waits first.
 
         Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
@@ -174,7 +175,7 @@ class EngineRunner:
         return generation
 
     def take_events(self) -> list[CacheEvent]:
-        """Cache events of the steps that have ended, in order, since the last call."""
+        """Returns the cache events of steps that have ended, in order, since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -182,26 +183,23 @@ class EngineRunner:
         return self.engine.metrics()
 
     def speed(self) -> Speed:
-        """In wall-clock seconds, so a larger speed-up makes it faster."""
+        """Returns the speed in wall-clock seconds: a larger speed-up makes it faster."""
         return self._learner.speed()
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
-        """See Engine."""
         assert self._transfer is not None, "it hands nothing on"
         size = self.engine.block_size
         request = SimRequest.from_tokens("", prompt, 1, block_size=size, salt=salt)
         return self._transfer.keep(request.blocks, lease_s)
 
     def block_events(self) -> dict[str, int]:
-        """Empty: no blocks are moved here."""
         return {}
 
     def kv_connections(self) -> Mapping[str, int]:
-        """See Engine."""
         return self._transfer.answered if self._transfer is not None else {}
 
     async def _submit_fetched(self, request: SimRequest, source: BlockSource) -> None:
-        """Submit it once what it lacks has come, or is known not to come."""
+        """Submits a request once what it lacks has come, or is known not to come."""
         assert self._transfer is not None, "it fetches nothing"
         await self._come(request)
         size, began_s = self.engine.block_size, self._clock()
@@ -232,7 +230,7 @@ class EngineRunner:
         self._submit(request, None)
 
     async def _come(self, request: SimRequest) -> None:
-        """Return once nothing of its prefix is on its way any more."""
+        """Returns once nothing of the request's prefix is on its way any more."""
         while (comes := self._comes(request)) is not None:
             await comes.wait()
 
@@ -242,7 +240,7 @@ class EngineRunner:
         self._work.set()
 
     def _comes(self, request: SimRequest) -> asyncio.Event | None:
-        """Tells when the first block that it lacks has come; None: that is not on its way."""
+        """Returns an event of the first block that the request lacks, if that is on its way."""
         if not self._coming:
             return None
         held = self.engine.pool.match(request.blocks)
@@ -272,7 +270,7 @@ class EngineRunner:
             self._tasks.create_task(self._transfer.decline(source))
 
     def _forget(self, generation: Generation) -> bool:
-        """False if it was forgotten before; its id may then belong to another request by now."""
+        """Forgets a request; False: it was forgotten before, and another one may have its id."""
         request_id = generation.request_id
         if self._generations.get(request_id) is not generation:
             return False

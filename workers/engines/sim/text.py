@@ -1,4 +1,4 @@
-"""Text for the simulated engine, which invents its tokens: they stand for words of a fixed text."""
+"""Text of the simulated engine, whose invented tokens stand for words of a fixed text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 
 FOLDER = Path(__file__).parent / "tokenizer"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""That end a text, and begin and end what one says in a chat."""
+"""Tokens that end a text, and begin and end a turn of a chat."""
 _TEXT = (
     "the quick brown fox jumps over a lazy dog while every router sends each request to the worker "
     "that holds most of its prefix and will start it soonest"
@@ -18,7 +18,8 @@ WORDS = _TEXT.split()
 
 
 class SimTokenizer:
-    """Bytes in, words out. So what it wrote is other tokens when it comes back in a prompt."""
+    """A tokenizer with bytes in and words out: an output is other tokens when it comes back in a
+    prompt."""
 
     def __init__(self) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
@@ -28,11 +29,11 @@ class SimTokenizer:
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a prompt."""
+        """Returns the text of a prompt."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def stream(self, context: Sequence[int] = ()) -> _Words:
-        """Text of an output; what came before does not change it."""
+        """Returns the text of an output; what came before does not change it."""
         return _Words()
 
 

@@ -1,5 +1,4 @@
-"""A simulated engine's blocks on their way to other workers, and theirs on the way here: nothing
-but the time that they take passes."""
+"""Transfers of a simulated engine's blocks, by which nothing but the time that they take passes."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ class _Held:
 
 
 class SimTransfer:
-    """`run` it while the engine runs. sending: in wall-clock seconds."""
+    """Transfers to and from other workers: `run` it while the engine runs. sending: in wall-clock
+    seconds."""
 
     def __init__(self, engine: SimEngine, link: KvPort, sending: Sending) -> None:
         self._engine = engine
@@ -53,19 +53,18 @@ class SimTransfer:
 
     @property
     def answered(self) -> Mapping[str, int]:
-        """See KvPort."""
         return self._link.answered
 
     async def run(self) -> None:
-        """Run until cancelled; then nothing is handed on any more."""
+        """Runs until cancelled; then nothing is handed on any more."""
         try:
             await self._server.run()
         finally:
             self._kept.close()
 
     def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> BlockSource | None:
-        """Keep what the device holds of `chain` until it is fetched, or the lease ends; None: it
-        holds nothing of it."""
+        """Keeps what the device holds of `chain` until it is fetched, or the lease ends; None: it
+        holds nothing."""
         name = new_id()
         num_held = self._engine.hold(name, chain)
         if not num_held:
@@ -77,7 +76,7 @@ class SimTransfer:
         return BlockSource(self._link.host, self._link.port, transfer_id, num_tokens)
 
     async def fetch(self, source: BlockSource, blocks: Sequence[SequenceHash]) -> int:
-        """How many leading ones of the blocks have arrived; 0 if anything fails."""
+        """Returns how many leading blocks have arrived; 0 if anything fails."""
         try:
             async with asyncio.timeout(WHOLE_S):
                 return await self._fetched(source, blocks)
@@ -86,7 +85,6 @@ class SimTransfer:
             return 0
 
     async def _fetched(self, source: BlockSource, blocks: Sequence[SequenceHash]) -> int:
-        """Raises TransferError, OSError and TimeoutError."""
         with closing(await connected(source)) as sock:
             wanted = [*map(_identity, blocks)]
             frame = wanted_frame(source.transfer_id, wanted, self._link.kind, self._link.key)
@@ -98,7 +96,6 @@ class SimTransfer:
         return num_offered
 
     async def decline(self, source: BlockSource) -> None:
-        """Tell it that nothing of what it keeps is needed."""
         await decline(source, self._link.key)
 
     async def _send(self, sock: socket.socket, _: _Held, blocks: Sequence[BlockIdentity]) -> None:
@@ -111,5 +108,5 @@ class SimTransfer:
 
 
 def _identity(block: SequenceHash) -> BlockIdentity:
-    """A simulated block has no content that could be another one's."""
+    """Returns an identity made of the hash: a simulated block has no content to be mistaken."""
     return BlockIdentity(block.to_bytes(IDENTITY_BYTES))

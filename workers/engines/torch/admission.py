@@ -1,4 +1,4 @@
-"""Whether loading KV is worth it: how long that takes, and how long computing does."""
+"""Times of loading KV and of computing it, which say whether loading is worth it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ LOAD_FORGET = 0.7
 """Weight of a load relative to the next one: a disk that has become slow is left after a few."""
 REVISED_S = 1.0
 TIER_RETRIED_S = 60.0
-"""A tier from which loading took longer than computing is retried after this long."""
+"""Seconds after which a tier is tried again from which loading took longer than computing."""
 
 
 class AdaptiveAdmission:
-    """Learns from the steps of an engine that computes `chunk_tokens` at a time, and its loads."""
+    """An admission policy that learns from the loads and steps of an engine that computes
+    `chunk_tokens` at a time."""
 
     def __init__(self, chunk_tokens: int, block_size: int) -> None:
         self._block_size = block_size
@@ -36,39 +37,36 @@ class AdaptiveAdmission:
         """Seconds and tokens of the last chunks; older ones count less."""
 
     def observe(self, step: EngineStep, for_others: Container[str]) -> None:
-        """Learn from a step whose `duration_s` is wall time. for_others: see SpeedLearner."""
+        """Learns from a step whose `duration_s` is wall time. for_others: see SpeedLearner."""
         if step.prefill_tokens:
             self._prefill_s = FORGET * self._prefill_s + step.duration_s
             self._prefill_tokens = FORGET * self._prefill_tokens + step.prefill_tokens
         self._learner.observe(step, step.duration_s, for_others)
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        """Learn from blocks that were loaded onto the device."""
         self._learner.observe_load(tier, num_blocks * self._block_size, seconds)
         self._loaded_at[tier] = time.monotonic()
         past_s, past_blocks = self._loads.get(tier, (0.0, 0.0))
         self._loads[tier] = LOAD_FORGET * past_s + seconds, LOAD_FORGET * past_blocks + num_blocks
 
     def observe_transfer(self, num_tokens: int, seconds: float) -> None:
-        """Learn from KV that another worker handed on."""
         self._learner.observe_transfer(num_tokens, seconds)
 
     def compute_s(self, num_tokens: int) -> float:
-        """How long a chunk of so many tokens takes; 0 until one was computed."""
+        """Returns the seconds that a chunk of so many tokens takes; 0 until one was computed."""
         return num_tokens * self._prefill_s / max(1.0, self._prefill_tokens)
 
     def speed(self) -> Speed:
-        """What was learnt."""
         return self._learner.speed()
 
     async def revise_forever(self, manager: BlockManager) -> None:
-        """Ensure that blocks are loaded, and so stored, only if that is faster than computing."""
+        """Ensures that blocks are loaded, and so stored, only if that is faster than computing."""
         while True:
             await asyncio.sleep(REVISED_S)
             manager.admission = self.revised(manager.admission)
 
     def revised(self, policy: AdmissionPolicy) -> AdmissionPolicy:
-        """`policy`, by how long blocks take now; as it is until a chunk was computed."""
+        """Returns `policy` with the present times; unchanged until a chunk was computed."""
         if not self._prefill_tokens:
             return policy
         now = time.monotonic()

@@ -24,7 +24,8 @@ queries: (num_tokens, num_heads, head_size). Keys and values include the tokens'
 
 
 def chunk_attention(own_blocks: Tensor, start: int, end: int, dtype: torch.dtype) -> Attend:
-    """For the tokens from `start` to `end` of the sequence that has these blocks."""
+    """Returns the attention of the tokens from `start` to `end` of the sequence that has these
+    blocks."""
     mask = None
     if start and end - start > 1:  # a single token attends to all before it
         positions = torch.arange(end, device=own_blocks.device)
@@ -49,7 +50,7 @@ def chunk_attention(own_blocks: Tensor, start: int, end: int, dtype: torch.dtype
 def tokens_attention(
     tables: Sequence[Tensor], positions: Tensor, block_size: int, dtype: torch.dtype
 ) -> Attend:
-    """For one token of each sequence. Nothing in it waits for the device.
+    """Returns the attention of one token of each sequence. Nothing in it waits for the device.
 
     tables: of groups of sequences, which attend together: (num_seqs, num_blocks) each, a row for
     the blocks of each sequence. positions: (num_seqs of all,); what lies beyond them is masked.
@@ -77,7 +78,7 @@ def tokens_attention(
 
 
 def _gathered(ranks: Ranks, block_ids: Tensor) -> Tensor:
-    """Those blocks with the heads of all ranks, on the device of `block_ids`."""
+    """Returns these blocks with the heads of all ranks, on the device of `block_ids`."""
     if len(ranks) == 1:
         return ranks[0].index_select(0, block_ids)
     parts = (rank.index_select(0, block_ids.to(rank.device)) for rank in ranks)
@@ -87,7 +88,8 @@ def _gathered(ranks: Ranks, block_ids: Tensor) -> Tensor:
 def groups_of(
     positions: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
 ) -> list[list[list[int]]]:
-    """Tables of sequences whose size padding at most doubles, in order; they are given by length.
+    """Returns tables of sequences whose size padding at most doubles, in order; sequences come by
+    length.
 
     block_ids: of each sequence, those up to its position at least.
     """
@@ -101,11 +103,11 @@ def groups_of(
 
 
 def padded(block_ids: Sequence[int], num_blocks: int) -> list[int]:
-    """With a block of its own, as any other might hold values that are not finite."""
+    """Pads with a block of the sequence itself: another might hold values that are not finite."""
     return [*block_ids, *[block_ids[0]] * (num_blocks - len(block_ids))]
 
 
 def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores: minus infinity where `hidden`, otherwise nothing."""
+    """Returns what to add to scores: minus infinity where `hidden`, otherwise nothing."""
     zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return zeros.masked_fill_(hidden, -torch.inf)

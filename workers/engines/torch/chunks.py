@@ -1,4 +1,4 @@
-"""How many tokens of a prompt are computed at a time, where nobody says so."""
+"""Sizes of the chunks in which prompts are computed: as set, by default, or found by a trial."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from workers.kv.memory import KVShape, MemoryPool
 log = logging.getLogger(__name__)
 
 CHUNK = 256
-"""On a CPU, which computes longer ones no faster."""
+"""Tokens of a chunk on a CPU, which computes longer ones no faster."""
 CHUNKS = 256, 512, 1024, 2048
-"""Tried on a GPU."""
+"""Tokens of chunks that are tried on a GPU."""
 ENOUGH = 0.9
-"""Of the best rate: with the smallest chunk that reaches it, most is reused."""
+"""Share of the best rate that suffices: with the smallest such chunk, most is reused."""
 TRIAL_ROUNDS = 3
 
 
 def chunk_of(settings: WorkerSettings) -> int:
-    """Tokens, as set or as found."""
     return settings.prefill_chunk or CHUNK
 
 
 def found_chunk(
     model: Llama, block_size: int, seconds: Callable[[], float] = time.perf_counter
 ) -> int:
-    """The smallest of CHUNKS that prefills at nearly the best rate on the model's device.
+    """Returns the smallest of CHUNKS that prefills at nearly the best rate on the model's device.
 
     seconds: a clock that has waited for the device.
     """
@@ -58,7 +57,7 @@ def found_chunk(
 
 
 def with_chunk(settings: WorkerSettings, model: Llama) -> int:
-    """Tokens of a chunk: as set, else what a trial finds on a GPU."""
+    """Returns the tokens of a chunk: as set, else what a trial finds on a GPU."""
     if settings.prefill_chunk is None and model.device.type == "cuda":
         try:
             return found_chunk(model, settings.block_size)
@@ -68,13 +67,13 @@ def with_chunk(settings: WorkerSettings, model: Llama) -> int:
 
 
 def identity_of(folder: Path) -> str:
-    """Changes whenever files of a checkpoint do."""
+    """Returns a text that changes whenever files of a checkpoint do."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
 
 
 def fingerprint_of(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
-    """Covers everything that decides which bits a block of KV has."""
+    """Returns a hash of everything that decides which bits a block of KV has."""
     is_cuda = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
     computed = (

@@ -22,25 +22,25 @@ from workers.engines.torch.llama import Llama
 log = logging.getLogger(__name__)
 
 MOST_SEQS, MOST_TOKENS = 64, 1 << 16
-"""Sequences of a graph, and tokens of context, with padding. To read more than that takes a GPU
-longer than to launch kernel after kernel, so that padding would cost more than it saves."""
+"""Sequences of a graph, and tokens of context, with padding. To read more takes a GPU longer than
+to launch kernel after kernel, so that padding would cost more than it saves."""
 FEWEST_BLOCKS = 8
-"""Sizes of a context lie no closer."""
+"""Blocks between two sizes of a context at least."""
 
 Decode = Callable[[Sequence[int], Sequence[int], Sequence[Sequence[int]]], Tensor]
-"""As Llama.decode, without the KV. The logits stay until the next call."""
+"""Tokens, positions and block ids of sequences -> logits, which stay until the next call."""
 Record = Callable[[Callable[[], object]], Callable[[], None]]
-"""Runs work, and returns what repeats it on the same memory. Raises RuntimeError if it cannot."""
+"""Work -> what repeats it on the same memory. Raises RuntimeError if it cannot."""
 
 
 class GraphSize(NamedTuple):
     seqs: int
     blocks: int
-    """Of each sequence."""
+    """Blocks of each sequence."""
 
 
 def decoder(model: Llama, kv: Sequence[Tensor]) -> Decode:
-    """With graphs where all KV is on one CUDA device. kv: as in `Llama.prefill`."""
+    """Returns what decodes, with graphs where all KV is on one CUDA device. kv: by rank."""
     record = recorder({rank.device for rank in kv})
     return partial(model.decode, kv) if record is None else DecodeGraphs(model, kv, record).decode
 
@@ -52,7 +52,7 @@ def recorder(devices: set[torch.device]) -> Record | None:
 
 
 def size_of(positions: Sequence[int], block_size: int) -> GraphSize | None:
-    """Of the graph for sequences with tokens at these positions; None: there is none."""
+    """Returns the size of the graph for tokens at these positions, if there is one."""
     num_blocks = max(positions) // block_size + 1
     step = max(FEWEST_BLOCKS, 1 << (num_blocks - 1).bit_length() >> 3)  # a quarter more at most
     size = GraphSize(1 << (len(positions) - 1).bit_length(), -(-num_blocks // step) * step)
@@ -69,7 +69,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Of a model over KV on its device. Call it on one thread."""
+    """Graphs of a model over KV on its device; call it on one thread."""
 
     def __init__(self, model: Llama, kv: Sequence[Tensor], record: Record) -> None:
         self._model = model
@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._can_record = True
         size = MOST_SEQS, model.config.vocab_size
         self._logits = torch.empty(size, dtype=torch.float32, device=kv[0].device)
-        """Of all graphs: each is read before the next one runs."""
+        """Logits of whichever graph ran last: each is read before the next one runs."""
 
     def decode(
         self,
@@ -88,7 +88,6 @@ class DecodeGraphs:
         positions: Sequence[int],
         block_ids: Sequence[Sequence[int]],
     ) -> Tensor:
-        """See Decode."""
         size = size_of(positions, self._block_size)
         if size is None or not self._can_record:
             return self._model.decode(self._kv, tokens, positions, block_ids)
@@ -106,7 +105,7 @@ class DecodeGraphs:
         return self._logits[: len(tokens)]
 
     def _recorded(self, size: GraphSize, batch: Tensor) -> bool:
-        """From then on no graph is recorded nor used, if this one could not be."""
+        """Whether a graph could be recorded; if not, none is recorded or used from then on."""
         batch = batch.to(self._logits.device)
         tokens, positions, blocks = batch[:, 0], batch[:, 1], batch[:, 2:]
 
@@ -131,7 +130,6 @@ class _CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See Record."""
         work()  # loads kernels, which cannot be recorded
         graph = torch.cuda.CUDAGraph()
         with (

@@ -43,12 +43,12 @@ from workers.kv.transfer.tcp import BlockSource
 
 
 class TorchEngine:
-    """`run` it and submit requests with `complete`, on one event loop.
+    """A torch engine: `run` it and submit requests with `complete`, on one event loop.
 
     manager: of the blocks that `pools` hold on the device, each rank its heads of every block; it
-    must reuse multiples of a chunk.
-    carry_out: see Copies. spare: see BlockCache. max_num_seqs: requests that run at once.
-    max_waiting: requests that may wait for admission; beyond that QueueFullError is raised.
+    must reuse multiples of a chunk. carry_out: copies a move's blocks. spare: slots of each tier
+    kept free. max_num_seqs: requests that run at once. max_waiting: requests that may wait for
+    admission; beyond that QueueFullError is raised.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TorchEngine:
         return min(pool_tokens, self._model.config.max_position_embeddings)
 
     async def run(self) -> None:
-        """Run until `stop` or cancellation; requests still unfinished then end."""
+        """Runs until `stop` or cancellation; requests still unfinished then end."""
         async with asyncio.TaskGroup() as tasks:
             caching = tasks.create_task(self._cache.run())
             try:
@@ -130,11 +130,12 @@ class TorchEngine:
                 caching.cancel()
 
     def stop(self) -> None:
-        """Make `run` return, and refuse further requests."""
+        """Makes `run` return, and refuses further requests."""
         self._stopping.set()
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """See Engine. Also raises InvalidRequest for tokens that are not in the vocabulary."""
+        """Submits a request at once. Raises as Engine.complete, and InvalidRequest for unknown
+        tokens."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
         if len(self._waiting) >= self._max_waiting:
@@ -160,7 +161,7 @@ class TorchEngine:
         return sequence.generation
 
     async def hand_on(self, prompt: bytes, lease_s: float, salt: str = "") -> BlockSource | None:
-        """See Engine. Raises EngineStoppedError."""
+        """Keeps held blocks for another worker. Raises EngineStoppedError."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
         if self._transfer is None or not self.running:
@@ -187,7 +188,6 @@ class TorchEngine:
         return self._admission.speed()
 
     def block_events(self) -> dict[str, int]:
-        """See Counts in workers/kv/manager.py, BlockCache.unconfirmed, and Prefills."""
         return {
             **asdict(self._manager.counts),
             "unconfirmed": self._cache.unconfirmed,
@@ -196,7 +196,6 @@ class TorchEngine:
         }
 
     def kv_connections(self) -> Mapping[str, int]:
-        """See Engine."""
         return self._transfer.answered if self._transfer is not None else {}
 
     def check(self) -> None:
@@ -254,7 +253,7 @@ class TorchEngine:
     def _apply(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence], tokens: Sequence[int]
     ) -> list[Finished]:
-        """Take in what a step computed; returns the requests that finished."""
+        """Takes in what a step computed; returns the requests that finished."""
         in_step, self._in_step = self._in_step, set()
         emitting = list(decoding)
         if chunk is not None:
@@ -282,7 +281,7 @@ class TorchEngine:
         return finished
 
     def _keep(self, sequence: TokenSequence) -> None:
-        """Keep the prompt's blocks for another worker, if that was asked for."""
+        """Keeps the prompt's blocks for another worker, if that was asked for."""
         assert sequence.table is not None
         keep_s = sequence.request.keep_s
         if self._transfer is not None and keep_s and sequence.table.chain:
@@ -306,7 +305,7 @@ class TorchEngine:
         del sequence.generation
 
     def _leave_if_unused(self, sequence: TokenSequence) -> None:
-        """A cancelled request leaves once nothing is computed or received in its slots."""
+        """Frees a cancelled request's blocks once nothing is computed or received in them."""
         arrival = sequence.arrival
         if arrival is not None:
             arrival.limit(0)
@@ -314,7 +313,6 @@ class TorchEngine:
             self._leave(sequence)
 
     def _leave(self, sequence: TokenSequence) -> None:
-        """Free the request's blocks for others."""
         assert sequence.table is not None
         if sequence in self._decoding:
             self._decoding.remove(sequence)

@@ -1,4 +1,4 @@
-"""What the torch engine computes in a step, on the thread of its model."""
+"""Forward passes of the torch engine, on the thread of its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.kv.memory import MemoryPool
 
 
 class ForwardPasses:
-    """Of a model over KV pools on the device, by rank."""
+    """Forward passes of a model over KV pools on the device, by rank."""
 
     def __init__(self, model: Llama, pools: Sequence[MemoryPool]) -> None:
         self._model = model
@@ -30,21 +30,21 @@ class ForwardPasses:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
 
     def close(self) -> None:
-        """Return once nothing is computed any more."""
+        """Returns once nothing is computed any more."""
         self._thread.shutdown()
 
     async def run(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
     ) -> tuple[list[int], Chunk | None, float]:
-        """See `compute`. It goes on if this is cancelled."""
+        """Computes in the thread, which goes on if this is cancelled."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.compute, chunk, decoding)
 
     def compute(
         self, chunk: Chunk | None, decoding: Sequence[TokenSequence]
     ) -> tuple[list[int], Chunk | None, float]:
-        """The next token of each decoding request, then that after the prompt; the chunk, unless
-        blocks before it do not arrive; seconds of waiting for these."""
+        """Returns the next token of each decoding request, then that after the prompt; the chunk,
+        unless blocks before it do not arrive; seconds of waiting for these."""
         tokens = []
         computed, self._waited_s = chunk, 0.0
         if decoding:
@@ -67,7 +67,7 @@ class ForwardPasses:
         return tokens, computed, self._waited_s
 
     def _prefill(self, chunk: Chunk) -> list[int]:
-        """The token after the prompt, if the chunk is its last. Raises BlockLost."""
+        """Returns the token after the prompt, if the chunk is its last. Raises BlockLost."""
         sequence = chunk.sequence
 
         def wait(layer: int) -> None:

@@ -92,7 +92,8 @@ class Llama:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Self:
-        """Random weights, scaled so that every layer, and so the whole context, affects the logits.
+        """Returns a model with random weights, scaled so that every layer, and so the whole
+        context, affects the logits.
 
         The same seed gives the same weights on the same kind of device.
         """
@@ -114,7 +115,7 @@ class Llama:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> Self:
-        """Weights of a Hugging Face checkpoint: `model.safetensors`, or shards with an index.
+        """Returns a model with the weights of a Hugging Face checkpoint.
 
         Raises ConfigError if it cannot be read, or its tensors are not those of `config`.
         """
@@ -123,7 +124,7 @@ class Llama:
         return model
 
     def checksum(self) -> int:
-        """A u64 that two models share only if their weights are the same."""
+        """Returns a u64 that two models share only if their weights are the same."""
         checksum = 0
         for name, weight in self._weights():
             checksum = xxh3_64_intdigest(name.encode(), checksum)
@@ -132,7 +133,7 @@ class Llama:
         return checksum
 
     def kv_shape(self, block_size: int) -> KVShape:
-        """What the pools of all ranks together keep of each block."""
+        """Returns the shape of blocks that the pools of all ranks keep together."""
         c = self.config
         return KVShape(c.num_layers, c.num_kv_heads, c.head_size, self.dtype, block_size)
 
@@ -197,9 +198,11 @@ class Llama:
     def decode_padded(
         self, kv: Sequence[Tensor], tokens: Tensor, positions: Tensor, tables: Sequence[Tensor]
     ) -> Tensor:
-        """The same of tensors on the device, in any order; nothing waits for it.
+        """Computes one token of each of several sequences from tensors on the device; returns
+        float32 logits. Nothing waits for the device.
 
-        tokens, positions: int64, (num_seqs,). tables: see `tokens_attention`.
+        tokens, positions: int64, (num_seqs,). tables: (num_seqs, num_blocks) of each group of
+        sequences. Returns (num_seqs, vocab_size).
         """
         block_size = kv[0].shape[3]
         attend = tokens_attention(tables, positions, block_size, self.dtype)
@@ -218,10 +221,10 @@ class Llama:
         attend: Attend,
         before_layer: Callable[[int], None] = lambda _: None,
     ) -> Tensor:
-        """Run all layers over the tokens; their KV is written at those offsets of those blocks.
+        """Runs all layers over the tokens; their KV is written at those offsets of those blocks.
 
-        tokens, positions, blocks, offsets: int64, (num_tokens,).
-        Returns (num_tokens, hidden_size), before the last norm.
+        tokens, positions, blocks, offsets: int64, (num_tokens,). Returns (num_tokens, hidden_size),
+        before the last norm.
         """
         c = self.config
         num_heads, kv_heads, head_size = c.num_heads, c.num_kv_heads, c.head_size
@@ -256,7 +259,7 @@ class Llama:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a checkpoint by name, as the part of our weights that it fills."""
+        """Yields each tensor of a checkpoint by name, as the part of our weights that it fills."""
         c = self.config
         yield "model.embed_tokens.weight", self._embedding
         for number, layer in enumerate(self._layers):
@@ -281,13 +284,13 @@ class Llama:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as Hugging Face lays it out: each element is paired with the one half a head on."""
+    """Rotates as Hugging Face lays RoPE out: each element is paired with the one half a head on."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32, (max_position_embeddings, head_size / 2)."""
+    """Returns cosines and sines, float32, (max_position_embeddings, head_size / 2)."""
     size = config.head_size
     frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if scaling := config.rope_scaling:

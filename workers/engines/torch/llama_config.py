@@ -12,7 +12,7 @@ from typing import Any, Self
 from app.core.errors import ConfigError
 
 MAX_COUNT = (1 << 31) - 1
-"""Limit of every count; their products then still fit into what torch takes."""
+"""Limit of every count: products of counts then still fit into what torch takes."""
 _SUPPORTED = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -22,12 +22,13 @@ _SUPPORTED = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""The checkpoint settings that decide what is computed: what each must be, if present."""
+"""Settings of a checkpoint that decide what is computed, and what each must be, if present."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The `llama3` kind: long wavelengths are stretched by `factor`, short ones left alone."""
+    """Scaling of RoPE of the `llama3` kind: long wavelengths are stretched by `factor`, short ones
+    not."""
 
     factor: float
     low_freq_factor: float
@@ -86,7 +87,7 @@ class LlamaConfig:
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Read `config.json`, and the end-of-sequence tokens of `generation_config.json`.
+        """Reads `config.json`, and the end-of-sequence tokens of `generation_config.json`.
 
         Raises ConfigError if they cannot be read, or ask for anything that is not computed here.
         """
@@ -117,7 +118,7 @@ class LlamaConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError unless the file can be read and holds an object."""
+    """Reads an object from a file. Raises ConfigError."""
     try:
         read = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -135,7 +136,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling; older checkpoints have theta as a separate setting."""
+    """Returns theta and scaling; older checkpoints have theta as a separate setting."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ConfigError(f"rope_parameters: needs an object, got {rope!r}")

@@ -1,4 +1,4 @@
-"""Builds a torch engine from a worker's settings."""
+"""Loading of a torch engine by a worker's settings."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from workers.kv.transfer.kv_lease import KvPort, open_kv_port
 log = logging.getLogger(__name__)
 
 SPARE = 8
-"""One in this many slots of a tier is kept free, for requests and stores from the tier above."""
+"""Slots of a tier for each one that is kept free, for requests and stores from the tier above."""
 WEIGHTS_SEED = 0
-"""So that all workers of a named size compute the same model."""
+"""Seed of random weights, by which all workers of a named size compute the same model."""
 
 
 def load(settings: WorkerSettings) -> HostedEngine:
-    """Raises ConfigError for a bad setting."""
+    """Returns an engine that is ready to start. Raises ConfigError for a bad setting."""
     if chunk_of(settings) % settings.block_size:
         raise ConfigError(
             f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
@@ -66,7 +66,8 @@ def load(settings: WorkerSettings) -> HostedEngine:
 def _model(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Llama, FileTokenizer | None, str]:
-    """The model of a folder or a size, and what identifies it. RuntimeError: it does not fit."""
+    """Returns the model of a folder or a size, and what identifies it. RuntimeError: it does not
+    fit."""
     if name in SIZES:
         model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
         return model, None, name
@@ -115,7 +116,7 @@ def _with_tiers(
 
 
 def _link(settings: WorkerSettings, model: Llama, stack: ExitStack) -> KvPort:
-    """Where other workers that compute the same bits may fetch KV; open as long as `stack` is."""
+    """Opens the port where other workers that compute the same bits may fetch KV."""
     weights = f"{model.checksum():016x}"
     shape = model.kv_shape(settings.block_size)
     computed = fingerprint_of(settings, model, shape, weights)
@@ -145,5 +146,5 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of torch's message; its C++ stack often follows."""
+    """Returns the first line of torch's message, which a C++ stack often follows."""
     return str(error).partition("\n")[0]

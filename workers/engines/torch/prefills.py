@@ -1,4 +1,4 @@
-"""Prompts that are to be computed: which chunk is next, and what need not be computed."""
+"""Prompts that are to be computed, and the chunk that is next."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Prefills:
     """Admitted requests whose prompts are incomplete, in order.
 
     on_arrival: called with a request whenever more of what it fetches is there, and at the end.
-    put_back: called with a request that has no slots any more.
-    num_fetched, num_lost: blocks that came from other workers, and that did not come as they
-    should. hit_rate: of the prompts that were computed.
+    put_back: called with a request that has no slots any more. num_fetched, num_lost: blocks that
+    came from other workers, and that did not come as they should. hit_rate: of the prompts that
+    were computed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Prefills:
         return iter(self._sequences)
 
     def add(self, sequence: TokenSequence) -> None:
-        """A request that was admitted; begins to fetch what it lacks and its source keeps."""
+        """Adds an admitted request, and begins to fetch what it lacks and its source keeps."""
         source, held = sequence.request.source, len(sequence.cached)
         if source is not None and self._transfer is not None:
             kept = self._whole(source.num_tokens) // sequence.block_size
@@ -71,7 +71,8 @@ class Prefills:
         self._sequences.remove(sequence)
 
     def next_chunk(self) -> Chunk | None:
-        """Of the first prompt that need not wait for what is on its way to it."""
+        """Returns a chunk of the first prompt that need not wait for what is on its way to it, or
+        None."""
         while True:
             sequence = next(filter(self._may_compute, self._sequences), None)
             if sequence is None:
@@ -90,7 +91,7 @@ class Prefills:
         return self._chunk(sequence, sequence.prefilled)
 
     def computed(self, chunk: Chunk) -> None:
-        """All that was on its way has come. Who has its whole prompt computed leaves."""
+        """Takes in a computed chunk; a request whose whole prompt is computed leaves."""
         there = self._take_over(chunk.sequence)
         assert there, "a chunk was computed behind blocks that are lost"
         sequence = chunk.sequence
@@ -101,8 +102,8 @@ class Prefills:
             self.remove(sequence)
 
     def _may_compute(self, sequence: TokenSequence) -> bool:
-        """Will all that is on its way to it be there in time? If not, every other request waits.
-        And what another one fetches need not be computed."""
+        """Whether all that is on its way to the request will be there in time: if not, every other
+        request waits. What another request fetches need not be computed."""
         if sequence.cancelled:
             return False
         arriving = sequence.arriving
@@ -127,8 +128,8 @@ class Prefills:
         return Chunk(sequence, start, stop, arriving)
 
     def _take_over(self, sequence: TokenSequence) -> bool:
-        """What has arrived is the request's, and can be found by others. False: it waits for other
-        slots, as blocks were lost and there is no room to compute them."""
+        """Lets others find what has arrived; False: blocks were lost, and the request waits for
+        slots in which to compute them."""
         table, arrival = sequence.table, sequence.arrival
         assert table is not None
         if table.loads:
@@ -163,7 +164,7 @@ class Prefills:
             self._admission.observe_transfer(num_tokens, arrival.seconds)
 
     def _register(self, sequence: TokenSequence) -> None:
-        """Offer the whole chunks that are there for reuse.
+        """Offers the whole chunks that are there for reuse.
 
         Blocks of a chunk that the prompt's end cut short are not offered: a forward pass of another
         length may give them other bits, and a request that computes the whole chunk would get them
@@ -176,5 +177,5 @@ class Prefills:
         sequence.block_ids = table.block_ids
 
     def _whole(self, num_tokens: int) -> int:
-        """The tokens of whole chunks among the first `num_tokens`."""
+        """Returns how many of the first `num_tokens` are in whole chunks."""
         return num_tokens - num_tokens % self._chunk_tokens

@@ -1,4 +1,4 @@
-"""Choosing the next token of each sequence from its logits."""
+"""Sampling of the next token of each sequence from its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engines.base import Sampling
 
 
 class TokenSampler:
-    """Chooses the tokens of one request, with its options and random numbers of its own.
+    """The options and the random numbers of one request.
 
     Each token takes one random number and nothing else, so what a request gets depends on its
     logits and its seed alone, not on the requests that are sampled together with it.
@@ -24,13 +24,12 @@ class TokenSampler:
         self._random = Random(sampling.seed)
 
     def draw(self) -> float:
-        """At least 0, less than 1."""
         return self._random.random()
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
-    """The next token of each sequence.
+    """Returns the next token of each sequence.
 
     logits: float32, (num_seqs, vocab_size), in the order of `samplers`.
     """
@@ -58,7 +57,8 @@ def _drawn(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
 
 
 def _cut(likely: Tensor, options: Sequence[Sampling]) -> Tensor:
-    """0 for tokens that top_k and top_p leave out. Those as likely as the last one kept stay too.
+    """Returns 0 for tokens that top_k and top_p leave out. Tokens as likely as the last one kept
+    stay.
 
     top_p is a share of what top_k leaves, as in vLLM.
     """

@@ -1,4 +1,4 @@
-"""A request as the torch engine computes it: its tokens, its blocks, and how far it has got."""
+"""A request of the torch engine: its tokens, its blocks, and how far it has got."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenSequence:
     num_prompt: int
     block_size: int
     blocks: list[BlockIdentity]
-    """The prompt's full ones."""
+    """Full blocks of the prompt."""
     num_blocks: int
     """Device slots for the prompt and everything that may be generated."""
     sampler: TokenSampler
@@ -37,23 +37,24 @@ class TokenSequence:
     prefetched: bool = False
     admitting: asyncio.Task[BlockTable] | None = None
     table: BlockTable | None = None
-    """While it runs."""
     block_ids: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: tuple[Tier, ...] = ()
-    """In which tiers the leading blocks were that it did not compute."""
+    """Tiers where the leading blocks were that the request did not compute."""
     arrival: Arrival | None = None
-    """While blocks that it lacks are fetched from another worker."""
+    """Arrival of blocks that are fetched from another worker."""
     num_fetched: int = 0
-    """Blocks that it has from there."""
+    """Blocks that came from another worker."""
     cancelled: bool = False
 
     @classmethod
     def of(
         cls, request: CompletionRequest, config: LlamaConfig, *, block_size: int, num_slots: int
     ) -> Self:
-        """num_slots: of the device. Raises InvalidRequest for tokens that are not in the
-        vocabulary, and PromptTooLargeError."""
+        """Returns a new request. num_slots: of the device.
+
+        Raises InvalidRequest for tokens that are not in the vocabulary, and PromptTooLargeError.
+        """
         ids = np.frombuffer(request.prompt, "<u4")
         if ids.max() >= config.vocab_size:
             raise InvalidRequest(
@@ -80,18 +81,18 @@ class TokenSequence:
         )
 
     def output(self, start: int, stop: int) -> list[int]:
-        """Generated tokens from one index to another."""
+        """Returns generated tokens from one index to another."""
         return self.tokens[self.num_prompt + start : self.num_prompt + stop]
 
     @property
     def fetched(self) -> Sequence[BlockIdentity]:
-        """Blocks that are on their way to it."""
+        """Blocks that are on their way to the request."""
         start = self.prefilled // self.block_size
         return self.blocks[start : start + self.arrival.num_blocks] if self.arrival else ()
 
     @property
     def arriving(self) -> list[Arrival]:
-        """All that comes from elsewhere, until the last of it has."""
+        """Arrivals of what comes from elsewhere, until the last has ended."""
         assert self.table is not None
         those = [load.arrival for load in self.table.loads]
         if self.arrival is not None:
@@ -100,7 +101,6 @@ class TokenSequence:
 
     @property
     def num_cached(self) -> int:
-        """Blocks of the prompt that were not computed."""
         return len(self.cached) + self.num_fetched
 
     @property
@@ -108,12 +108,12 @@ class TokenSequence:
         return len(self.tokens) - self.num_prompt
 
     def reusable(self, chunk_tokens: int) -> Sequence[BlockIdentity]:
-        """The blocks of the prompt's whole chunks; its last token is computed in any case."""
+        """Returns the blocks of the prompt's whole chunks; its last token is always computed."""
         chunks = (self.num_prompt - 1) // chunk_tokens
         return self.blocks[: chunks * chunk_tokens // self.block_size]
 
     def finished(self, eos_token_ids: Collection[int]) -> Finished | None:
-        """None while more tokens are to come."""
+        """Returns how the request ended; None while more tokens are to come."""
         eos = not self.request.ignore_eos and self.tokens[-1] in eos_token_ids
         if not eos and self.num_generated < self.request.max_tokens:
             return None
@@ -150,7 +150,7 @@ def step_of(
     duration_s: float,
     finished: list[Finished],
 ) -> EngineStep:
-    """What a step did, for whoever learns how long steps take."""
+    """Returns what a step did, from which the times of steps are learnt."""
     num_prefilled = chunk.stop - chunk.start if chunk else 0
     first_tokens = [chunk.sequence.request.request_id] if chunk and chunk.is_last else []
     return EngineStep(

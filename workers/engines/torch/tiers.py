@@ -1,4 +1,4 @@
-"""The memory and the files that hold a torch engine's KV blocks: of each rank, in each tier."""
+"""Tiers of a torch engine: the memory and the files of each rank that hold its KV blocks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from workers.kv.moves import AdmissionPolicy, WritePolicy
 from workers.kv.tables import Move
 
 DEFAULT_POOL_BYTES = 1 << 30
-"""Size of the device KV pool, of all ranks together, if none is given."""
+"""Bytes of the device's KV pool, of all ranks together, if none is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Blocks have the same slots in all ranks, of which each holds its own heads.
+    """The tiers of all ranks; a block has the same slot in each, which holds its own heads.
 
-    num_blocks: slots of each tier. pools: on the device, by rank. carry_out: see BlockCache.
+    num_blocks: slots of each tier. pools: on the device, by rank. carry_out: copies a move's
+    blocks.
     """
 
     num_blocks: Mapping[Tier, int]
@@ -41,7 +42,7 @@ class Tiers:
 
 
 def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: ExitStack) -> Tiers:
-    """Open as long as `stack` is. identity: of the model. Raises ConfigError."""
+    """Opens tiers for as long as `stack` is open. identity: of the model. Raises ConfigError."""
     shape = model.kv_shape(settings.block_size)
     ranks = shape.split(settings.tp_size)
     num_blocks = _num_blocks(settings, shape)
@@ -69,7 +70,8 @@ def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: Exi
 
 
 def carried_out(ranks: Sequence[Copies]) -> Callable[[Move], int]:
-    """Copies a move's blocks in all ranks; returns how many leading ones all of them copied.
+    """Returns what copies a move's blocks in all ranks, and counts the leading ones that all
+    copied.
 
     Layers are there once the last rank has them.
     """
@@ -85,7 +87,6 @@ def carried_out(ranks: Sequence[Copies]) -> Callable[[Move], int]:
 
 
 def _num_blocks(settings: WorkerSettings, shape: KVShape) -> dict[Tier, int]:
-    """Of the tiers that there are."""
     device = (settings.kv_pool_tokens or 0) // settings.block_size
     num_blocks = {
         Tier.DEVICE: device or max(1, DEFAULT_POOL_BYTES // shape.block_bytes),
@@ -101,7 +102,6 @@ def _pools(
     num_blocks: Mapping[Tier, int],
     device: torch.device,
 ) -> list[dict[Tier, MemoryPool]]:
-    """Each rank's, in memory."""
     pools = []
     try:
         for rank in ranks:
@@ -119,7 +119,7 @@ def _pools(
 
 
 def rank_device(device: torch.device, rank: KVShape) -> torch.device:
-    """A GPU for each rank, if any GPU will do and there are as many; else the one device."""
+    """Returns the rank's own GPU, if any will do and there are as many; else the one device."""
     if device.type == "cuda" and device.index is None and torch.cuda.device_count() >= rank.tp_size:
         return torch.device("cuda", rank.tp_rank)
     return device
@@ -146,7 +146,7 @@ def _slot_file(
 def _stored(
     disks: Sequence[SlotFile],
 ) -> Iterator[tuple[int, int, BlockIdentity, BlockIdentity | None]]:
-    """What the ranks' disks hold alike: a worker may have been killed while one was ahead."""
+    """Yields what the ranks' disks hold alike: a killed worker may leave one ahead of others."""
     first, *others = (dict(disk.records()) for disk in disks)
     for slot, record in first.items():
         if all(other.get(slot) == record for other in others):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, as defined by a checkpoint's `tokenizer.json`."""
+"""Tokenizers of checkpoints, as `tokenizer.json` defines them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tokenizers
 from app.core.errors import ConfigError
 
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What decoded text ends in while bytes of a character are still to come."""
+"""Character in which decoded text ends while bytes of a character are still to come."""
 CONTEXT_TOKENS = 8
-"""This many tokens of a prompt are enough to tell how the first token after it is spelled."""
+"""Tokens of a prompt that suffice to tell how the first token after it is spelled."""
 PENDING_TOKENS = 64
-"""At most this many wait for more, or bytes that never make up a character, and special tokens,
+"""Tokens that wait for more at most: bytes that never make up a character, and special tokens,
 which have no text, would be decoded again and again."""
 
 
@@ -38,16 +38,15 @@ class FileTokenizer:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Includes the special tokens that the tokenizer adds by itself."""
+        """Returns the ids, with the special tokens that the tokenizer adds by itself."""
         # The library lets other threads run meanwhile only if given a batch.
         return self._tokenizer.encode_batch_fast([text])[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens."""
         return self._tokenizer.decode(tokens)
 
     def stream(self, context: Sequence[int] = ()) -> TokenText:
-        """Text of tokens that arrive one by one after those of `context`."""
+        """Returns the text of tokens that arrive one by one after those of `context`."""
         return TokenText(self, context[-CONTEXT_TOKENS:])
 
 
@@ -66,12 +65,12 @@ class TokenText:
         while tokenizer.decode(context).startswith(HALF_CHARACTER):
             context = context[1:]
         self._given = list(context)
-        """The last tokens whose text is already out."""
+        """Last tokens whose text is already out."""
         self._prefix = tokenizer.decode(context).rstrip(HALF_CHARACTER)
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that is now certain; empty if it needs more tokens."""
+        """Returns the text that is now certain; empty if it needs more tokens."""
         self._pending.append(token)
         text = self._text()
         if text.endswith(HALF_CHARACTER) and len(self._pending) < PENDING_TOKENS:
@@ -79,11 +78,9 @@ class TokenText:
         return self._give(text)
 
     def end(self) -> str:
-        """What is still pending, as no more tokens are to come."""
         return self._give(self._text())
 
     def _text(self) -> str:
-        """The text of the pending tokens."""
         text = self._tokenizer.decode(self._given + self._pending)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]

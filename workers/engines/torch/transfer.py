@@ -1,4 +1,4 @@
-"""A torch engine's blocks on their way to other workers, and theirs on the way here."""
+"""Transfers of a torch engine's blocks to other workers, and of theirs to the engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from workers.kv.transfer.server import TransferServer
 from workers.kv.transfer.tcp import BlockSource, decline
 
 LOAD_S = 1.0
-"""So long may it take to load blocks onto the device that are to be handed on."""
+"""Seconds in which blocks that are to be handed on must be loaded onto the device."""
 
 
 class BlockTransfer:
-    """`run` it while the cache runs, on the same event loop.
+    """Transfers to and from other workers: `run` it while the cache runs, on the same event loop.
 
     pools: on the device, by rank. on_room: called when blocks were let go of, and others may get
     their slots.
@@ -51,17 +51,16 @@ class BlockTransfer:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that nothing needs but who is to fetch them."""
+        """Blocks that are held for other workers alone."""
         held = Counter(slot for table in self._kept.tables for slot in table.slots)
         return sum(slot.references == times for slot, times in held.items())
 
     @property
     def answered(self) -> Mapping[str, int]:
-        """See KvPort."""
         return self._link.answered
 
     async def run(self) -> None:
-        """Run until cancelled; then nothing is handed on any more, and nothing more arrives."""
+        """Runs until cancelled; then nothing is handed on any more, and nothing more arrives."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -75,11 +74,12 @@ class BlockTransfer:
         self._on_room()
 
     def keep(self, table: BlockTable, lease_s: float) -> BlockSource:
-        """Keep a request's full blocks until they are fetched, or the lease ends."""
+        """Keeps a request's full blocks until they are fetched, or the lease ends."""
         return self._kept_as(self._cache.manager.keep(table), lease_s)
 
     async def keep_held(self, chain: Sequence[BlockIdentity], lease_s: float) -> BlockSource | None:
-        """The same of what any tier holds of a prompt, without a place in the queue."""
+        """Keeps what any tier holds of a prompt, without a place in the queue; None: nothing is
+        held."""
         num_held = len(self._cache.manager.match(chain))
         kept = None
         try:
@@ -102,14 +102,14 @@ class BlockTransfer:
         block_ids: Sequence[int],
         on_change: Callable[[], None],
     ) -> Arrival:
-        """Begin to fetch. on_change: called whenever more has arrived, and at the end."""
+        """Begins to fetch. on_change: called whenever more has arrived, and at the end."""
         arrival = Arrival(len(blocks), on_change)
         assert self._tasks is not None, "the transfer does not run"
         self._tasks.create_task(self._receiver.fetch(source, blocks, block_ids, arrival))
         return arrival
 
     def decline(self, source: BlockSource) -> None:
-        """Tell it, soon, that nothing of what it keeps is needed, if this runs."""
+        """Tells the source, soon, that nothing of what it keeps is needed, if this runs."""
         if self._tasks is not None:
             self._tasks.create_task(decline(source, self._link.key))
 

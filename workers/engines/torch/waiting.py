@@ -1,4 +1,4 @@
-"""Requests that wait for slots, and how they get them."""
+"""Requests that wait for slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from workers.kv.cache import BlockCache
 from workers.kv.tables import BlockTable
 
 PREFETCHED_REQUESTS = 2
-"""For this many requests behind the first that waits, blocks are loaded ahead. With more, they
-would evict each other's blocks, and cached blocks that are not in use at the moment."""
+"""Requests behind the first that waits for which blocks are loaded ahead. With more, they would
+evict each other's blocks, and cached blocks that are not in use at the moment."""
 
 
 class WaitingRequests:
-    """In order of arrival. may_begin: can one more request run? begin: called once it has slots."""
+    """Waiting requests, in order of arrival.
+
+    may_begin: can one more request run? begin: called once a request has slots.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class WaitingRequests:
             self.notice()
 
     def put_back(self, sequence: TokenSequence) -> None:
-        """It has no slots after all, and is the next to get some."""
+        """Makes a request that has no slots after all the next to get some."""
         self._sequences.appendleft(sequence)
         self.notice()
 
@@ -58,11 +61,11 @@ class WaitingRequests:
         self.notice()
 
     def notice(self) -> None:
-        """There may be room, or another request is the first."""
+        """Says that there may be room, or that another request is the first."""
         self._may_admit.set()
 
     def prefetch(self) -> None:
-        """For the next requests. Call while the cache runs."""
+        """Loads blocks ahead for the next requests. Call while the cache runs."""
         for sequence in islice(self._sequences, 1, 1 + PREFETCHED_REQUESTS):
             # Only once: without room for its blocks, they would come and go for ever.
             if not sequence.prefetched:
@@ -70,7 +73,8 @@ class WaitingRequests:
                 self._cache.prefetch(sequence.reusable(self._chunk_tokens))
 
     async def admit_forever(self) -> None:
-        """Admit one by one, in order of arrival, so that a large one is not overtaken for ever."""
+        """Admits one by one, in order of arrival, so that a large request is not overtaken for
+        ever."""
         while True:
             self._may_admit.clear()
             if not self._sequences or not self._may_begin():
@@ -87,7 +91,7 @@ class WaitingRequests:
                 await self._may_admit.wait()
 
     async def _admit(self, sequence: TokenSequence) -> BlockTable | None:
-        """None: the request was cancelled, or there is no room."""
+        """Returns slots; None: the request was cancelled, or there is no room."""
         admitting = asyncio.create_task(
             self._cache.begin(sequence.reusable(self._chunk_tokens), sequence.num_blocks)
         )

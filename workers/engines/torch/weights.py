@@ -14,7 +14,7 @@ from workers.engines.torch.llama_config import LlamaConfig, read_json
 
 
 def fill_weights(weights: Mapping[str, Tensor], folder: Path, config: LlamaConfig) -> None:
-    """Read a checkpoint's tensors into `weights`, by name, on the device where these are.
+    """Reads a checkpoint's tensors into `weights`, by name, on the device where these are.
 
     The folder has `model.safetensors`, or shards with an index. Raises ConfigError if they cannot
     be read, or are not exactly those of `weights`.
@@ -45,7 +45,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_ignored(name: str, config: LlamaConfig) -> bool:
-    """Copies, present in some checkpoints, of what the model has anyway."""
+    """Whether a tensor is a copy, in some checkpoints, of what the model has anyway."""
     tied = config.tie_word_embeddings and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq")
 

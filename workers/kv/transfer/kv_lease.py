@@ -1,4 +1,4 @@
-"""What a worker keeps for others: where they reach it, and blocks leased until they have them."""
+"""KV that a worker keeps for others: its port, and blocks leased until others have them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.kv.transfer.tcp import TransferError
 
 @dataclass(frozen=True, slots=True)
 class KvPort:
-    """Where others reach a worker's blocks: at `host`, and the port that `listening` has.
+    """The address at which others reach a worker's blocks.
 
     kind: what has to be equal on both sides, by name. key: that others must have, and have to prove
     to them; "": none. answered: connections that have ended here, by what became of them.
@@ -38,7 +38,7 @@ class KvPort:
 
 
 def open_kv_port(settings: WorkerSettings, kind: Mapping[str, str], stack: ExitStack) -> KvPort:
-    """Open as long as `stack` is. Raises ConfigError if the port is taken."""
+    """Opens a port that is open as long as `stack` is. Raises ConfigError if the port is taken."""
     from app.http.server import listen  # engines on their own need no web server
 
     listening = stack.enter_context(listen(settings.host, settings.kv_port))
@@ -64,7 +64,7 @@ class _Hold(Generic[K]):
 
 
 class LeasedBlocks(Generic[K]):
-    """The blocks of tables are held until they were asked for, or until their lease ends.
+    """Tables whose blocks are held until they are asked for, or until their lease ends.
 
     release: gives a table back. It is called on the event loop, and once for each table.
     """
@@ -75,11 +75,10 @@ class LeasedBlocks(Generic[K]):
 
     @property
     def tables(self) -> list[K]:
-        """What waits to be fetched."""
         return [hold.table for hold in self._holds.values()]
 
     def keep(self, table: K, lease_s: float) -> str:
-        """Returns an id that nobody guesses: whoever knows it may read the blocks."""
+        """Returns an id that nobody guesses: whoever knows the id may read the blocks."""
         transfer_id = new_id()
         lease = asyncio.get_running_loop().call_later(lease_s, self.end, transfer_id)
         self._holds[transfer_id] = _Hold(table, lease)
@@ -87,8 +86,7 @@ class LeasedBlocks(Generic[K]):
 
     @contextmanager
     def taken(self, transfer_id: str) -> Iterator[K]:
-        """The table, which stays as long as this. Raises TransferError if it was let go, or
-        others have it."""
+        """Yields the table, held meanwhile. Raises TransferError if it is gone or taken."""
         hold = self._holds.get(transfer_id)
         if hold is None or hold.is_taken:
             raise TransferError(f"transfer_id: {transfer_id!r} was fetched, or its lease has ended")
@@ -99,13 +97,13 @@ class LeasedBlocks(Generic[K]):
             self._let_go(transfer_id)
 
     def end(self, transfer_id: str) -> None:
-        """Nobody needs the blocks, or the lease has ended. Who has them keeps them."""
+        """Lets go of the blocks, unless somebody is fetching them."""
         hold = self._holds.get(transfer_id)
         if hold is not None and not hold.is_taken:
             self._let_go(transfer_id)
 
     def close(self) -> None:
-        """Let go of all of them. Call once nobody has any."""
+        """Lets go of all blocks. Call once nobody fetches any."""
         for transfer_id in list(self._holds):
             self.end(transfer_id)
 

@@ -1,4 +1,4 @@
-"""Layers of scattered blocks, packed in host memory as they travel."""
+"""Groups of layers of scattered blocks, packed in host memory as they travel."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _U64 = (1 << 64) - 1
 
 
 class LayerGroups:
-    """Copies groups of layers out of a worker's pools and into them.
+    """Groups of layers that are copied out of a worker's pools and into them.
 
-    pools: one for each rank, in order. What is packed has the heads of all of them, as the pool of
+    pools: one for each rank, in order. Packed blocks have the heads of all of them, as the pool of
     a single rank would: so the other side may split the heads otherwise. Slots are given as an
     array of distinct ones of the pools. Calls block, and may come from any thread.
     """
@@ -37,17 +37,17 @@ class LayerGroups:
         self._pinned = any(pool.words.is_cuda for pool in pools)
 
     def packed(self, group: int, num_blocks: int) -> Tensor:
-        """Host memory for that many blocks' layers of a group, pinned beside a CUDA device."""
+        """Returns host memory for so many blocks' layers of a group, pinned beside a GPU."""
         return self._packed(self._shape, group, num_blocks)
 
     def within(self, packed: Tensor, group: int) -> Tensor:
-        """What a group takes of the memory for the first one, than which none is larger."""
+        """Returns the part that a group takes of the memory for the first group, the largest."""
         layers = self._groups[group]
         size = len(packed), layers.stop - layers.start, self._shape.layer_words
         return packed.view(-1)[: math.prod(size)].view(size)
 
     def read(self, group: int, block_ids: Ids) -> Tensor:
-        """Those blocks' layers, packed."""
+        """Returns these blocks' layers, packed."""
         packed = self.packed(group, len(block_ids))
         for rank, part, heads in self._split(group, packed):
             rank.read(self._groups[group], block_ids, part)
@@ -56,7 +56,7 @@ class LayerGroups:
         return packed
 
     def write(self, group: int, block_ids: Ids, packed: Tensor) -> CopyEvent:
-        """Write the first blocks of `packed` to as many slots; returns the event of that. Where it
+        """Writes the first blocks of `packed` to as many slots; returns the event of that. Where it
         raises, nothing more is written."""
         events: list[CopyEvent] = []
         try:
@@ -70,12 +70,12 @@ class LayerGroups:
         return _All(events)
 
     def arrived(self, group: int, arrival: Arrival, event: CopyEvent) -> None:
-        """Tell `arrival` that this group is there with that event."""
+        """Tells `arrival` that this group is there with that event."""
         arrival.arrive(self._groups[group].stop, self._shape.num_layers, event)
 
     def _split(self, group: int, packed: Tensor) -> Iterator[tuple[_Rank, Tensor, Tensor | None]]:
-        """Each rank, memory for its part alone, and where its heads are among all; None: there is
-        but one rank, and its part is `packed` itself."""
+        """Yields each rank, memory for its part alone, and where its heads are among all; None:
+        there is but one rank, and its part is `packed` itself."""
         if len(self._ranks) == 1:
             yield self._ranks[0], packed, None
             return
@@ -94,7 +94,7 @@ class LayerGroups:
 
 @dataclass(frozen=True, slots=True)
 class _All:
-    """Happens once all of these have."""
+    """The event that all of these have happened."""
 
     events: Sequence[CopyEvent]
 
@@ -108,7 +108,7 @@ class _All:
 
 
 class _Rank:
-    """One rank's pool, which has a stream of its own for copies."""
+    """One rank's pool, with a stream of its own for copies."""
 
     def __init__(self, pool: MemoryPool) -> None:
         self.shape = pool.shape
@@ -128,12 +128,11 @@ class _Rank:
 
 
 def content(packed: Tensor) -> memoryview:
-    """The same memory, as bytes."""
     return packed.numpy().data.cast("B")
 
 
 def checksums(packed: Tensor, blocks: Sequence[BlockIdentity], group: int) -> NDArray[np.uint64]:
-    """Of each block's part: they differ between blocks and groups even if the contents do not."""
+    """Returns a checksum of each block's part, which depends on block and group too."""
     rows = packed.numpy()
     return np.array(
         [

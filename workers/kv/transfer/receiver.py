@@ -1,4 +1,5 @@
-"""The target: fetches blocks into its own slots, where they are used layer by layer."""
+"""The target's side of a transfer: fetches blocks into its own slots, where they are used layer by
+layer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from workers.kv.transfer.tcp import (
 log = logging.getLogger(__name__)
 
 MAX_FETCHING = 32
-"""Transfers of which a group is received at once; the others wait."""
+"""Transfers of which a group is received at once; others wait."""
 
 
 class BlockReceiver:
@@ -59,7 +60,8 @@ class BlockReceiver:
         block_ids: Sequence[int],
         arrival: Arrival,
     ) -> None:
-        """Fetch the blocks into those slots. Whatever fails, only `arrival` tells, which then ends.
+        """Fetches the blocks into those slots. If anything fails, `arrival` alone says so, and
+        ends.
 
         Nobody else may get the slots before this returns. Cancel it only where nobody ever will.
         """
@@ -116,7 +118,7 @@ class BlockReceiver:
         arrival: Arrival,
         written: list[CopyEvent],
     ) -> None:
-        """Check and write them. written: gets the event of what is written to the slots."""
+        """Checks and writes a group. written: gets the event of what is written to the slots."""
 
         def take() -> tuple[int, CopyEvent]:
             stated, packed = received
@@ -140,7 +142,8 @@ class _Received(NamedTuple):
 
 
 def _received(sock: socket.socket, packed: Tensor, written: Sequence[CopyEvent]) -> _Received:
-    """A group of blocks, in that memory, once what was written from it before is in the slots."""
+    """Returns a group of blocks, in that memory, once what was written from it before is in the
+    slots."""
     for event in written[-1:]:
         event.synchronize()
     stated = np.empty(len(packed), "<u8")

@@ -1,4 +1,5 @@
-"""Hands kept blocks on to whoever names them, and has the workers' key.
+"""The server of the KV port: hands kept blocks on to callers that name them and have the workers'
+key.
 
 Anybody may connect. So nothing here costs more than a short frame before a caller has proven that
 it is a worker, and named what is kept for it; and no caller has a place for long, or all of them.
@@ -36,19 +37,19 @@ from workers.kv.transfer.tcp import (
 
 EVERY_S = 60.0
 MAX_PEERS = 256
-"""That are told apart; further ones share one line."""
+"""Peers that are told apart; further ones share one line."""
 MAX_SHOWN = 300
 
 
 class Complaints:
-    """One line for each peer and minute, which says how many went unsaid."""
+    """Log lines about peers: one for each peer and minute, which says how many went unsaid."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._limits = Paces(1 / EVERY_S, most=MAX_PEERS)
 
     def say(self, peer: str, what: str, error: Exception, *, traced: bool = False) -> None:
-        """peer: an address; "": nobody's. traced: with a traceback."""
+        """Logs an error. peer: an address; "": nobody's. traced: with a traceback."""
         unsaid = self._limits.allows(peer, time.monotonic())
         if unsaid is None:
             return
@@ -61,14 +62,14 @@ class Complaints:
 log = logging.getLogger(__name__)
 
 MAX_ASKING = 64
-"""Connections that have not said yet what they want. One more, and the oldest of whoever has most
-is closed."""
+"""Connections that have not said yet what they want. One more, and the oldest of the address that
+has most is closed."""
 ASKING_S = 2.0
-"""How long a connection may take to say it."""
+"""Seconds in which a connection must say what it wants."""
 MAX_TRANSFERS = 64
-"""Under way, or waiting for their turn."""
+"""Transfers under way, or waiting for their turn."""
 TURN_S = 0.75 * STALL_S
-"""How long they wait: a target that hears nothing for STALL_S is gone."""
+"""Seconds for which they wait: a target that hears nothing for STALL_S is gone."""
 SendBlocks = Callable[[socket.socket, K, Sequence[BlockIdentity]], Awaitable[None]]
 """Sends blocks of a table that are wanted."""
 
@@ -81,12 +82,11 @@ class TransferServer(Generic[K]):
         self._link = link
         self._send_blocks = send_blocks
         self._asking: dict[asyncio.Task[None], str] = {}
-        """Their addresses, the oldest first."""
+        """Addresses of connections that have not said what they want, the oldest first."""
         self._turns = Turns(MAX_SENDING, MAX_TRANSFERS)
         self._complaints = Complaints(log)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         listening = self._link.listening
         listening.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class TransferServer(Generic[K]):
         self._link.answered[outcome] += 1
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
-        """Whatever goes wrong ends this connection alone."""
+        """Serves one connection; whatever goes wrong ends this connection alone."""
         try:
             outcome = await self._answer(sock, peer)
         except (OSError, TimeoutError) as error:
@@ -134,7 +134,7 @@ class TransferServer(Generic[K]):
         self._count(outcome)
 
     async def _answer(self, sock: socket.socket, peer: str) -> str:
-        """What became of it. Raises OSError and TimeoutError."""
+        """Returns what became of the connection. Raises OSError and TimeoutError."""
         try:
             async with asyncio.timeout(ASKING_S):
                 asked = await read_asked(sock)

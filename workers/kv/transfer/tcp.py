@@ -1,4 +1,4 @@
-"""What two workers say to each other while KV travels between them, over TCP.
+"""The protocol by which KV travels between two workers, over TCP.
 
     target ── Challenge ──────────────► source     as a frame of JSON: u32 length, then the object
            ── blocks ─────────────►            the identity of each
@@ -6,7 +6,8 @@
            ◄─ checksums, contents ──           once for each group of layers, first layers first
 
 A target asks once: whatever comes of it, the source lets go. A target that needs nothing asks for
-no blocks, and is not answered. Who does not prove that it has the workers' key asks in vain.
+no blocks, and is not answered. A target that does not prove that it has the workers' key is
+refused.
 
 A group's checksums are one u64 a block, its contents the same layers of each block in turn. Both
 sides know all lengths from the shape of a block and their number. Integers are little-endian.
@@ -41,30 +42,30 @@ T = TypeVar("T")
 VERSION = 3
 MAX_FRAME_BYTES = 4096
 MAX_BLOCKS = 150_000
-"""Of a prompt of two million tokens; they take 6 MB."""
+"""Blocks of a prompt of two million tokens; their identities take 6 MB."""
 MAX_ID = 64
-"""Characters."""
+"""Characters of an id."""
 STALL_S = 2.0
-"""A peer from which nothing comes, or to which nothing goes, for so long is given up."""
+"""Seconds after which a peer is given up from which nothing comes, or to which nothing goes."""
 MAX_ERROR = 300
-"""Characters that are shown of what the other side says is wrong."""
+"""Characters that are shown of the other side's error."""
 CONNECT_S = 2.0
 PIECE_BYTES = 1 << 20
-"""Sent, and received, within one STALL_S."""
+"""Bytes that are sent, or received, within one STALL_S."""
 DROPPED_BYTES = 64 * 1024
 MAX_SENDING = 8
-"""Transfers at once, of one source."""
+"""Transfers at once of one source."""
 WHOLE_S = 300.0
-"""A transfer that takes longer is given up, however steadily it goes on."""
+"""Seconds after which a transfer is given up, however steadily it goes on."""
 
 
 class TransferError(Exception):
-    """KV was not handed on, or not all of it."""
+    """Raised if KV was not handed on, or not all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSource:
-    """Where the KV of a prompt's first `num_tokens` is kept, and under which id."""
+    """A place where the KV of a prompt's first `num_tokens` is kept, under an id."""
 
     host: str
     port: int
@@ -112,7 +113,7 @@ def offered_frame(num_blocks: int, error: str = "") -> bytes:
 
 
 async def read_asked(sock: socket.socket) -> Challenge:
-    """Raises TransferError, naming what is wrong, and OSError or TimeoutError."""
+    """Reads a target's first frame. Raises TransferError, OSError and TimeoutError."""
     match await _read_frame(sock):
         case {"version": int(version)} if version != VERSION:
             raise TransferError(f"version: {VERSION} here, {cut(str(version))} there")
@@ -133,7 +134,7 @@ async def read_asked(sock: socket.socket) -> Challenge:
 
 
 async def read_blocks(sock: socket.socket, num_blocks: int) -> list[BlockIdentity]:
-    """Those that were asked for. Raises OSError and TimeoutError."""
+    """Reads the identities of wanted blocks. Raises OSError and TimeoutError."""
     blocks = np.empty(num_blocks, f"V{IDENTITY_BYTES}")
     await receive(sock, blocks.data.cast("B"))
     wanted: list[BlockIdentity] = blocks.tolist()
@@ -151,7 +152,7 @@ async def read_offered(sock: socket.socket, num_wanted: int) -> int:
 
 
 async def connected(source: BlockSource) -> socket.socket:
-    """Raises OSError and TimeoutError."""
+    """Returns a connection to a source. Raises OSError and TimeoutError."""
     loop = asyncio.get_running_loop()
     failure = OSError(f"{source.host} has no address")
     async with asyncio.timeout(CONNECT_S):
@@ -173,8 +174,8 @@ async def connected(source: BlockSource) -> socket.socket:
 
 
 async def decline(source: BlockSource, key: str) -> None:
-    """Tell the source that nothing of what it keeps is needed. If it does not hear that, it keeps
-    the blocks until its lease ends. key: see `wanted_frame`."""
+    """Tells the source that nothing of what it keeps is needed. If that is not heard, the source
+    keeps the blocks until its lease ends. key: that workers have in common; "": none."""
     try:
         with closing(await connected(source)) as sock:
             await send(sock, wanted_frame(source.transfer_id, (), {}, key))
@@ -183,7 +184,7 @@ async def decline(source: BlockSource, key: str) -> None:
 
 
 def log_failure(source: BlockSource, error: Exception) -> None:
-    """Of a transfer from there."""
+    """Logs why blocks from that source are computed here."""
     log.warning(
         "blocks from %s:%d are computed here instead: %s",
         source.host,
@@ -193,7 +194,8 @@ def log_failure(source: BlockSource, error: Exception) -> None:
 
 
 async def send(sock: socket.socket, data: bytes | memoryview) -> None:
-    """Raises OSError, and TimeoutError if the other side takes nothing for STALL_S."""
+    """Sends all of it. Raises OSError, and TimeoutError if the other side takes nothing for
+    STALL_S."""
     loop = asyncio.get_running_loop()
     view = memoryview(data).cast("B")
     for at in range(0, len(view), PIECE_BYTES):
@@ -202,8 +204,8 @@ async def send(sock: socket.socket, data: bytes | memoryview) -> None:
 
 
 async def send_last(sock: socket.socket, data: bytes) -> None:
-    """The same, and drop what the other side has sent and still sends: if that was not read,
-    closing would take away from it what it is sent here. STALL_S at most."""
+    """Sends all of it, and drops what the other side has sent and still sends, for STALL_S at most:
+    if that was not read, closing would take away from the other side what it is sent."""
     loop = asyncio.get_running_loop()
     await send(sock, data)
     sock.shutdown(socket.SHUT_WR)
@@ -214,7 +216,7 @@ async def send_last(sock: socket.socket, data: bytes) -> None:
 
 
 async def receive(sock: socket.socket, into: memoryview) -> None:
-    """Fill it. Raises OSError, and TimeoutError if a piece has not come whole in STALL_S."""
+    """Fills `into`. Raises OSError, and TimeoutError if a piece has not come whole in STALL_S."""
     loop = asyncio.get_running_loop()
     for at in range(0, len(into), PIECE_BYTES):
         piece = into[at : at + PIECE_BYTES]
@@ -227,8 +229,11 @@ async def receive(sock: socket.socket, into: memoryview) -> None:
 
 
 async def in_thread(threads: Executor, sock: socket.socket, work: Callable[[], T]) -> T:
-    """What `work` returns, which sends or receives much. Where this is cancelled, the connection
-    ends first, and `work` with it, unless it waits for a thread and so never begins."""
+    """Returns what `work` returns, which sends or receives much.
+
+    Where this is cancelled, the connection ends first, and `work` with it, unless it waits for a
+    thread and so never begins.
+    """
     submitted = threads.submit(work)
     working = asyncio.wrap_future(submitted)
     try:
@@ -242,7 +247,7 @@ async def in_thread(threads: Executor, sock: socket.socket, work: Callable[[], T
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """As `send`, in a thread."""
+    """Sends all of it; runs in a thread. Raises OSError and TimeoutError."""
     sock.settimeout(STALL_S)
     view = data.cast("B")
     for at in range(0, len(view), PIECE_BYTES):
@@ -250,7 +255,7 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
 
 
 def receive_all(sock: socket.socket, into: memoryview) -> None:
-    """As `receive`, in a thread."""
+    """Fills `into`; runs in a thread. Raises OSError and TimeoutError."""
     view = into.cast("B")
     for at in range(0, len(view), PIECE_BYTES):
         piece = view[at : at + PIECE_BYTES]
