@@ -29,7 +29,7 @@ class IdleBeforeEvict:
 
     @property
     def value_s(self) -> float:
-        """The mean in seconds, 0 until a block is evicted. The value grows while no further block
+        """Mean in seconds; 0 until a block is evicted. The value grows while no further block
         is evicted."""
         return 0.0 if self._mean_s is None else self._mean_s + self._now() - self._last_s
 

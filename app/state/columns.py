@@ -114,7 +114,7 @@ class Columns:
         num_loads: int,
         last: list[bytes],
     ) -> bool:
-        """False: some of what is new to the caller is missing."""
+        """Returns False if some of what is new to the caller is missing."""
         row = self._row
         if new := [name for name in pairs[::2] if name not in row]:
             self._add(new)

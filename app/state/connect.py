@@ -53,7 +53,7 @@ class _Target:
 
 
 def connect(url: str, *, max_connections: int = 16, timeout_s: float = 2.0) -> RedisClient:
-    """A client of the Redis at `url`; it connects when first used.
+    """Returns a client of the Redis at `url`, which connects when first used.
 
         redis://[user:password@]host[:6379][/db], rediss:// with TLS, unix:///path
         redis+sentinel://[user:password@]host[:26379],.../service[/db], rediss+sentinel://
