@@ -74,22 +74,15 @@ FIRST_PLACE: Place = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class IndexClaims:
-    """Entries that the index shows of an incarnation in some buckets. following: where to continue.
-    entries: bucket, tier and block; None for a tier or block that cannot be read."""
+class Audit:
+    """Result of an audit. missing: how many of the blocks asked about the index does not show as
+    published. entries: what it shows of the incarnation in some buckets: bucket, tier and block;
+    None for a tier or block that cannot be read. following: where to continue."""
 
+    missing: int
     bucket_bits: int
     following: Place
     entries: list[tuple[int, Tier | None, SequenceHash | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """Result of an audit. missing: how many of the blocks asked about the index does not show as
-    published."""
-
-    missing: int
-    claims: IndexClaims
 
 
 def audit(
@@ -116,7 +109,7 @@ def audit(
             )
             for bucket, entry in zip(shown[::2], shown[1::2], strict=True)
         ]
-        return Audit(missing, IndexClaims(bits, (bucket, within), digests))
+        return Audit(missing, bits, (bucket, within), digests)
 
     return call(
         "audit", shard, incarnation, nonce, seq, *first, max_buckets, *_groups(entries), parse=parse

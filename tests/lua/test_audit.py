@@ -2,7 +2,7 @@ import pytest
 
 from app.core.types import SequenceHash
 from app.state import index
-from app.state.index import FIRST_PLACE, Audit, Change, IndexClaims
+from app.state.index import FIRST_PLACE, Audit, Change
 from tests.lua.conftest import CROWD, DEVICE, DISK, HOST, A, B, C
 
 
@@ -19,8 +19,7 @@ async def missing(space, inc, *entries):
 
 
 async def claims(space, inc, first=FIRST_PLACE, buckets=256, nonce="nonce-a"):
-    found = await audit(space, inc, nonce=nonce, first=first, buckets=buckets)
-    return found.claims
+    return await audit(space, inc, nonce=nonce, first=first, buckets=buckets)
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ async def test_blocks_are_missing_under_another_layout(space, inc):
 async def test_both_questions_are_answered_by_one_call(space, inc):
     shown = [(0xAA, DEVICE, A), (0xBB, DEVICE, B), (0xCC, HOST, C)]
     assert await audit(space, inc, (A, HOST), (B, DEVICE), buckets=256) == Audit(
-        1, IndexClaims(8, FIRST_PLACE, shown)
+        1, 8, FIRST_PLACE, shown
     )
 
 
@@ -92,10 +91,10 @@ async def test_every_entry_of_an_incarnation_is_found_and_none_of_another(space,
     await space.apply(a, 1, [(A, DEVICE), (B, HOST), (small, DISK)])
     await space.apply(b, 1, [(A, HOST)])
     await space.redis.hset(space.key("blocks:cc"), f"{C:016x}", "11d21h")
-    assert await claims(space, a) == IndexClaims(
-        8, FIRST_PLACE, [(5, DISK, small), (0xAA, DEVICE, A), (0xBB, HOST, B)]
+    assert await claims(space, a) == Audit(
+        0, 8, FIRST_PLACE, [(5, DISK, small), (0xAA, DEVICE, A), (0xBB, HOST, B)]
     )
-    assert await claims(space, b, nonce="nonce-b") == IndexClaims(8, FIRST_PLACE, [(0xAA, HOST, A)])
+    assert await claims(space, b, nonce="nonce-b") == Audit(0, 8, FIRST_PLACE, [(0xAA, HOST, A)])
 
 
 async def test_a_step_searches_no_more_buckets_than_allowed(space):
@@ -129,7 +128,7 @@ async def test_a_large_bucket_takes_several_steps(space):
 async def test_a_start_past_the_last_bucket_means_the_first(space):
     inc = await space.worker("a", bucket_bits=4)
     assert await space.apply(inc, 1, [])
-    assert await claims(space, inc, (16, 0), 5) == IndexClaims(4, (5, 0), [])
+    assert await claims(space, inc, (16, 0), 5) == Audit(0, 4, (5, 0), [])
 
 
 async def test_entries_that_nobody_published_are_found(space, inc):
@@ -155,4 +154,4 @@ async def test_a_block_of_which_is_shown_that_its_engine_goes_on_elsewhere_is_mi
     published = [Change(A, DEVICE, A, back), Change(B, DEVICE, B)]
     found = await space.do(index.audit(space.shard, inc, "nonce-a", 1, published, FIRST_PLACE, 256))
     assert found.missing == num_missing
-    assert {block for _, _, block in found.claims.entries} == {A, B}
+    assert {block for _, _, block in found.entries} == {A, B}

@@ -15,7 +15,7 @@ from app.core.chains import GROUP_BLOCKS, shard_of
 from app.core.events import CacheEvent, Cleared, Ends, Removed, Stored
 from app.core.overlaps import EVERY_BLOCK, Back, ReuseRule
 from app.core.types import SequenceHash, Tier
-from app.state.index import Change, IndexClaims
+from app.state.index import Audit, Change
 from workers.agent.node import Node, ShownBlock
 
 PIECE_BITS = 4
@@ -101,16 +101,16 @@ class Ownership:
             if published and self._shard_of(published.root) == shard
         ]
 
-    def shows(self, shard: int, claims: IndexClaims) -> bool:
-        """Whether `claims` holds only what was published in that shard, each block in its place."""
+    def shows(self, shard: int, audit: Audit) -> bool:
+        """Whether `audit` shows only what was published in that shard, each block in its place."""
         seen = set()
-        for bucket, tier, block in claims.entries:
+        for bucket, tier, block in audit.entries:
             published = self._published(block) if block is not None else None
             if (
                 published is None
                 or published.tier != tier
                 or self._shard_of(published.root) != shard
-                or published.leader >> (64 - claims.bucket_bits) != bucket
+                or published.leader >> (64 - audit.bucket_bits) != bucket
                 or block in seen
             ):
                 return False

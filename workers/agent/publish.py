@@ -352,11 +352,11 @@ class Publisher:
                 f"incarnation {incarnation}: blocks missing in shard {shard.number}: "
                 f"{result.missing}"
             )
-        if not self._ownership.shows(shard.number, result.claims):
+        if not self._ownership.shows(shard.number, result):
             raise IncarnationLost(
                 f"incarnation {incarnation}: shard {shard.number} does not match what was published"
             )
-        shard.search_from = result.claims.following
+        shard.search_from = result.following
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

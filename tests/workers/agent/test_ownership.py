@@ -12,7 +12,7 @@ from app.core.chains import GROUP_BLOCKS
 from app.core.events import Cleared, Ends, Removed, Stored
 from app.core.overlaps import ReuseRule
 from app.core.types import SequenceHash, Tier
-from app.state.index import FIRST_PLACE, Change, IndexClaims
+from app.state.index import FIRST_PLACE, Audit, Change
 from workers.agent import ownership as module
 from workers.agent.ownership import Ownership
 
@@ -451,13 +451,13 @@ CLAIM = (0, DEVICE)
     ],
 )
 def test_a_shard_is_right_if_it_shows_nothing_but_what_it_was_sent(abcd, entries, right):
-    claims = IndexClaims(bucket_bits=8, following=FIRST_PLACE, entries=entries)
-    assert abcd.shows(0, claims) == right
-    assert abcd.shows(1, claims) == (entries == [])
+    audit = Audit(0, 8, FIRST_PLACE, entries)
+    assert abcd.shows(0, audit) == right
+    assert abcd.shows(1, audit) == (entries == [])
 
 
 def test_a_block_belongs_in_the_bucket_of_the_first_block_of_its_group(ownership):
     first, second = SequenceHash(0xAA << 56), SequenceHash(0xBB << 56)
     drained(ownership, stored(first, second))
     for bucket, right in ((0xAA, True), (0xBB, False)):
-        assert ownership.shows(0, IndexClaims(8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right
+        assert ownership.shows(0, Audit(0, 8, FIRST_PLACE, [(bucket, DEVICE, second)])) == right
