@@ -23,7 +23,7 @@ from app.core.outcomes import NEVER_CAME, matching
 from app.core.settings import kinds
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.router import RouterSettings
-from app.door.metrics import SECONDS
+from app.door.told.metrics import SECONDS
 from app.edge.app import create_app
 from app.local.redis_server import free_port
 from app.planner.metrics import PlannerMetrics

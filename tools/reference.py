@@ -20,10 +20,10 @@ from app.core.settings.kinds import CommonSettings, flag, shown_default
 from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import CARRIAGE_SETTINGS, PickerSettings, RouterSettings
 from app.core.settings.worker import MemberSettings, WorkerSettings
-from app.door.access_log import FIELDS, LINE_FIELDS
+from app.door.told.access_log import FIELDS, LINE_FIELDS
 from app.edge.app import create_app
 from app.edge.errors import ERRORS, FRAMEWORK_ERRORS
-from app.edge.live import LIVE
+from app.edge.reload import LIVE
 from app.http.errors import MAX_RETRY_AFTER_S, RETRIED
 
 DOCS = Path(__file__).parents[1] / "docs"

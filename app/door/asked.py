@@ -1,4 +1,4 @@
-"""What the body of a request for an answer asks for."""
+"""The body of a request for an answer, as a door reads it, and what engines take besides."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import UnionType
 from typing import Any
 
@@ -61,9 +62,9 @@ PROMPTS: Mapping[Api, str] = {
     Api.RESPONSES: "input",
     Api.SCORE: "text_2",
 }
-"""Where each has its prompt, or most of it."""
+"""Members with the prompt, or most of it."""
 _BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
-"""Whose prompts may be several, each of up to a context."""
+"""APIs whose prompts may be several, each of up to a context."""
 
 
 _OF_DOOR = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))
@@ -92,13 +93,12 @@ class AnswerRequest:
     reads_cache: bool = True
     user: str = ""
     output_room: int = 0
-    """See the function."""
     num_choices: int = 1
-    """Of its answer: `n` of each prompt."""
+    """Choices of the answer: `n` for each prompt."""
 
 
 def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
-    """What `fields`, the top-level members of a body, ask for. Raises InvalidRequest."""
+    """Reads the top-level members of a body. Raises InvalidRequest."""
     if api is Api.RESPONSES:
         for name in _STORED:
             if fields.get(name):
@@ -133,7 +133,7 @@ def read(api: Api, fields: Mapping[str, Any]) -> AnswerRequest:
 
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What the API of completions assumes when a request does not say."""
+"""Output tokens of a completion that names no limit."""
 _LENGTHS_OF: Mapping[Api, tuple[str, ...]] = {
     Api.CHAT: ("max_completion_tokens", "max_tokens"),
     Api.COMPLETIONS: ("max_tokens",),
@@ -143,8 +143,8 @@ _LENGTHS_OF: Mapping[Api, tuple[str, ...]] = {
 
 
 def output_room(api: Api, fields: Mapping[str, Any]) -> int:
-    """For how many tokens of output an engine must have room besides the prompt, as engines judge
-    it: all that are asked for, or else one."""
+    """Returns the output tokens that an engine must have room for, as engines judge: all that are
+    asked for, or else one."""
     names = _LENGTHS_OF.get(api)
     if names is None:
         return 0
@@ -177,7 +177,8 @@ def _session(fields: Mapping[str, Any]) -> object:
 
 
 def _user(fields: Mapping[str, Any]) -> str:
-    """For whom the client asks, as OpenAI's clients and Anthropic's say it: for the log alone."""
+    """Returns whom the client asks for, as clients of OpenAI and Anthropic name them, for the log;
+    "" for nobody."""
     metadata = fields.get("metadata")
     of_metadata = metadata.get("user_id") if isinstance(metadata, dict) else None
     names = (fields.get("safety_identifier"), fields.get("user"), of_metadata)
@@ -304,3 +305,34 @@ def _has(fields: Mapping[str, Any], name: str) -> bool:
     """Whether there is any text, or list, or picture, in that member."""
     value = fields.get(name)
     return isinstance(value, str | list | dict | np.ndarray) and len(value) > 0
+
+
+TRANSFER = "kv_transfer_params"
+"""Member by which vLLM takes ids, and is told how KV travels."""
+_VLLM_TAKES_IDS = (0, 32)
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+@lru_cache(maxsize=256)
+def ids_field(api: Api, engine: str) -> str:
+    """Returns the member in which an engine takes ids that were rendered here; "" if none. engine:
+    kind and version."""
+    kind, _, version = engine.partition(" ")
+    if kind == "openai":
+        return ""  # of the API, only text is sure
+    if api is Api.COMPLETIONS:
+        return "prompt"
+    if kind == "sglang":
+        return "input_ids" if api is Api.CHAT else ""
+    if kind.startswith("kvroute"):
+        return TRANSFER
+    if kind == "vllm":
+        match = _VERSION.match(version)
+        if match and (int(match[1]), int(match[2])) >= _VLLM_TAKES_IDS:
+            return TRANSFER
+    return ""
+
+
+def returns_ids(engine: str) -> bool:
+    """Whether its events name the ids of their tokens if `return_token_ids` asks for them."""
+    return engine.startswith(("vllm", "kvroute"))

@@ -1,4 +1,4 @@
-"""Whose fault it is that a worker gave no answer, or one that another would not give. Pure.
+"""The blame for an answer that did not come, or that another worker would not give. Pure.
 
 A failure of a worker is counted against it, and another worker gets the request; what the request
 itself is refused for goes to its client. A worker that takes no more for now is left alone for as
@@ -17,23 +17,26 @@ import orjson
 
 from app.core.failures import LATE_S, SOON_S, Counts, Failure, Suspects
 from app.core.verdicts import FAILED, LACKS
-from app.door import endings
-from app.door.stream import fields_of
+from app.door import blame
+from app.door.answer import events
+from app.door.answer.events import ABORTS, FAILURES, fields_of, is_error, parsed, reasons_of
+from app.door.asked import AUDIO
 
 MAX_RETRY_AFTER_S = 60.0
 
 UNREACHABLE = "unreachable"
 EMPTY = "empty"
 ERROR_EVENT = "error_event"
-ABORTED, CUT = endings.ABORTED, endings.CUT
+ABORTED, CUT = events.ABORTED, events.CUT
 FOREIGN = "foreign"
-"""It is none of the API: a page of what stands before the engine, or something encoded."""
+"""Cause of an answer that is none of the API: a page of what stands before the engine, or something
+encoded."""
 _LOAD = "load"
 _IN_A_ROW = 2
 """Failures that suspend a worker which answers, however wrong: one may be of the request."""
 _WORKER_STATUSES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 407: "unauthorized"}
-"""Its door key is not taken, or it no longer has the model that it announced. A client has no part
-in either."""
+"""Causes of statuses by which a worker does not take the door's key, or lacks the model that it
+announced: a client has no part in either."""
 _NO_PATH = (404, 405)
 _REQUEST_STATUSES = (501, 505, 506, 510)
 _OVERLOADED = (429, 529)
@@ -51,7 +54,7 @@ _TOO_LONG_WORDS = re.compile(
 _REFUSES = Failure("refuses", Suspects.WORKER, in_a_row=_IN_A_ROW, most_s=SOON_S)
 BACK_PRESSURE = Failure(_LOAD, Suspects.WORKER, weight=0.0, in_a_row=0, pause_s=1.0)
 _RATE_LIMIT = replace(BACK_PRESSURE, counts=Counts.CALLER)
-"""It may be the caller's own."""
+"""A limit that may be the caller's own."""
 
 
 def takes_no_more(failure: Failure) -> bool:
@@ -60,8 +63,8 @@ def takes_no_more(failure: Failure) -> bool:
 
 
 def at_path(failure: Failure, path: str) -> Failure:
-    """The same of a path for which an engine computes nothing: the worker is left alone for that
-    path, and not for others, unless it is not reached or takes no more."""
+    """Returns the failure at a path for which an engine computes nothing: the worker is left alone
+    for that path alone, unless it is not reached or takes no more."""
     if failure.cause == UNREACHABLE or takes_no_more(failure) or failure.mark != FAILED:
         return failure
     return replace(failure, mark=LACKS + path)
@@ -98,8 +101,9 @@ def of_status(
 
 
 def of_length(status: int, body: bytes) -> Failure | None:
-    """The same of a request that should have fitted: the engine has another context length than its
-    worker registered, as one that was restarted has for a moment."""
+    """Returns the Failure to count when an engine refuses as too long a prompt that fits the
+    context length its worker registered; None otherwise. An engine that was restarted may have
+    another length for a moment."""
     is_refused = status in (400, 413, 422) and _TOO_LONG_WORDS.search(body)
     return replace(_REFUSES, cause="context_length") if is_refused else None
 
@@ -118,12 +122,13 @@ def is_path_missing(status: int, body: bytes) -> bool:
 
 
 def of_event(event: bytes) -> Failure | None:
-    """The same of an event that tells an error, whatever the dialect calls it."""
+    """Returns the Failure that an event with an error tells; None if the request is at fault."""
     return of_error(fields_of(event) or {})
 
 
 def of_error(fields: Mapping[str, Any]) -> Failure | None:
-    """The same of what says what is wrong in `error`, in `response.error`, or as a whole."""
+    """Returns the Failure that fields tell in `error`, in `response.error`, or as a whole; None if
+    the request is at fault."""
     said = _said_in(fields)
     code, kind = str(said.get("code") or ""), str(said.get("type") or "")
     if not {code, kind}.isdisjoint(_RATE_TYPES):
@@ -137,7 +142,7 @@ def of_error(fields: Mapping[str, Any]) -> Failure | None:
 
 
 def status_in(fields: Mapping[str, Any]) -> int:
-    """That an error says of itself, 400-599; 0: none."""
+    """Returns the status that an error says of itself, 400-599; 0 if none."""
     code = str(_said_in(fields).get("code") or "")
     status = int(code) if len(code) == 3 and code.isascii() and code.isdigit() else 0
     return status if 400 <= status < 600 else 0
@@ -151,16 +156,14 @@ def _said_in(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wrong(cause: str) -> Failure:
-    """Of an answer that is none, whatever its status."""
+    """Returns the Failure of an answer that is none, whatever its status."""
     return Failure(cause, in_a_row=_IN_A_ROW, most_s=SOON_S)
 
 
 def of_break(cause: str, *, is_late: bool, is_whole: bool) -> Failure | None:
-    """The same of an answer that did not come, or not to its end. cause: of UpstreamError.
-
-    is_late: it was waited for in vain. is_whole: it comes in one piece, so that nobody knows
-    whether the worker is at it: that alone is nothing against it.
-    """
+    """Returns the Failure of an answer that broke off or did not come; None if nothing is to be
+    counted. cause: of UpstreamError. is_late: it was waited for in vain. is_whole: it comes in one
+    piece, so that being late alone tells nothing of the worker."""
     if is_late and is_whole and cause != UNREACHABLE:
         return None
     if cause in (ABORTED, CUT, ERROR_EVENT):
@@ -177,3 +180,93 @@ def _retry_after_s(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
     if said is None:
         return None
     return float(said) if said.isdigit() else 1.0
+
+
+MAX_PARSED_BYTES = 64 * 1024
+"""A larger body is not parsed, as that would take milliseconds: it only has to begin and end like
+JSON."""
+_OPENS, _CLOSES = (b"{", b"["), (b"}", b"]")
+_OF_ERRORS = (b'"error"', b'"failed"')
+_HAS: Mapping[str, str] = {
+    "/v1/chat/completions": "choices",
+    "/v1/completions": "choices",
+    "/v1/messages": "content",
+    "/v1/responses": "output",
+}
+"""Path -> the member without which there is no answer. Of others, engines have their own."""
+_MAY_BE_BINARY = ("/v1/embeddings",)
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def type_in(headers: Headers) -> bytes:
+    """The content type; b"": none is said. headers: names in lower case."""
+    said = next((value for name, value in headers if name == b"content-type"), b"")
+    return said.partition(b";")[0].strip().lower()
+
+
+def is_json(headers: Headers) -> bool:
+    kind = type_in(headers)
+    return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def _is_binary(headers: Headers) -> bool:
+    kind = type_in(headers)
+    return kind != b"" and not kind.startswith(b"text/") and not is_json(headers)
+
+
+def failure_of(
+    status: int, headers: Headers, body: bytes, *, model: str, path: str, is_all: bool
+) -> Failure | None:
+    """How it fails; None: it does not, or that is the request's own fault.
+
+    body: its beginning. model, path: that were asked for. is_all: whether the body is whole.
+    """
+    if status != 200:
+        missing_path = path if blame.is_path_missing(status, body) else ""
+        return blame.of_status(status, headers, model=model, missing_path=missing_path)
+    if not body:
+        return blame.wrong(blame.EMPTY)
+    if path in _MAY_BE_BINARY and _is_binary(headers):
+        return None
+    if path.startswith(AUDIO) and not is_json(headers) and type_in(headers) != b"text/html":
+        return None  # sound, or plain text
+    if body.lstrip()[:1] not in _OPENS:
+        return blame.wrong(blame.FOREIGN)
+    if not is_all:
+        return None
+    return _failure_in(body, _HAS.get(path, ""))
+
+
+def _failure_in(body: bytes, member: str) -> Failure | None:
+    """Returns the Failure of a whole body that begins as JSON; None if it is an answer. member:
+    that it must have; "": any."""
+    fields: Any = None
+    if body.rstrip()[-1:] not in _CLOSES:
+        return blame.wrong(blame.CUT)
+    aborts = ABORTS.search(body) is not None
+    if aborts or len(body) <= MAX_PARSED_BYTES:
+        try:
+            fields = parsed(body)
+        except ValueError:
+            return blame.wrong(blame.CUT)
+    if isinstance(fields, dict) and is_error(fields):
+        return blame.of_error(fields)
+    if aborts and isinstance(fields, dict) and not FAILURES.isdisjoint(reasons_of(fields).values()):
+        return blame.wrong(blame.ABORTED)
+    if not member or (isinstance(fields, dict) and member in fields):
+        return None
+    is_there = fields is None and b'"%b"' % member.encode() in body
+    return None if is_there else blame.wrong(blame.FOREIGN)
+
+
+def status_of(body: bytes) -> int:
+    """The status that an answer with status 200 should have had: 200, unless it tells an error."""
+    if len(body) > MAX_PARSED_BYTES or not any(name in body for name in _OF_ERRORS):
+        return 200
+    fields: Any = None
+    with suppress(ValueError):
+        fields = parsed(body)
+    if not isinstance(fields, dict) or not is_error(fields):
+        return 200
+    return blame.status_in(fields) or 400

@@ -1,4 +1,4 @@
-"""What a request through the front door may end in besides an answer."""
+"""Errors that a request through the front door may end in."""
 
 from __future__ import annotations
 

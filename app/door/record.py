@@ -1,4 +1,4 @@
-"""What is known of one request to the front door, from its head to its end."""
+"""The record of one request to the front door, from its head to its end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from app.core.key_rules import Spending
 from app.core.outcomes import GONE, LEFT_BEFORE, NO_KEY, OK, Kind, kind_of, told_apart
 from app.core.usage import UsageSums, Who
 from app.door.asked import MODELS, AnswerRequest
-from app.door.models import Model
+from app.door.model import Model
+from app.door.prompts.prompts import PromptIds
 from app.policy.decision import Decision, RouteRequest
-from app.router.prompt import Prompt
-from app.tokens.media import Media
 
 
 class Stage(StrEnum):
-    """What the time of a request is spent on, in turn; together they are its duration."""
+    """Parts of a request's time, in turn; their sum is its duration."""
 
     BODY = "body"
     TOKENS = "tokens"
@@ -47,11 +46,12 @@ STAGES = {
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens, as the engine counted them. cached: None: it did not say. ttft_s: until the first
-    token, as it says; None: it does not.
+    """Tokens of a request, as its engine counted them.
 
-    by_router: counted here instead, as the engine did not tell of all that the client got: `output`
-    by what was passed on, which may be less; `cached` is what was predicted."""
+    cached: None if the engine did not say. ttft_s: seconds to the first token, by the engine; None
+    if it did not say. by_router: counted here, as the engine did not tell of all that the client
+    got: `output` is what was passed on, which may be too low, and `cached` the prediction.
+    """
 
     prompt: int
     output: int
@@ -60,30 +60,9 @@ class Usage:
     by_router: bool = False
 
 
-@dataclass(slots=True)
-class Admission:
-    """A request that has been let in.
-
-    request: who asks, and the length of the prompt, estimated without one. prompt: None if its
-    tokens cannot be known here; it is then routed by load and session alone. tokens_from: who knew
-    the tokens, or why nobody did, for headers and metrics. media: what of the prompt is no text.
-    """
-
-    request: RouteRequest
-    model: Model
-    prompt: Prompt | None
-    tokens_from: str
-    media: Media | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.request.isl_tokens
-
-
 class FailedTry(NamedTuple):
-    """A worker that a request was taken away from. result: failed, or full. cause: from a closed
-    list, for metrics. words: what went wrong, in the engine's own words if it said so; "": it
-    did not, or not in words that logs may have."""
+    """A worker that lost a request to another one. result: failed or full. cause: from a closed
+    list, for metrics. words: the engine's own, as far as logs may have them."""
 
     worker: str
     result: str
@@ -91,16 +70,14 @@ class FailedTry(NamedTuple):
     words: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request, refused or not. Times: monotonic seconds; 0.0: it never came to that.
+    """One request, refused or not. Times are monotonic seconds; 0.0 until they come.
 
-    client: the address it came from. forwarded_for: as a proxy says, or anybody.
-    asked, request, model, admitted: None as long as they are not known. spending: None: its key has
-    no limits. unavailable: the model's
-    name, if it has no workers. any_worker: that answers, where none was decided on.
-    outcome: ok, or what it ended by. ended_by: client, worker or router. error: why, in words that
-    name no value of the client's, the engine's own if it said so; "": nothing to say.
+    client: its address. forwarded_for: X-Forwarded-For, which anybody can send. spending: None if
+    no limits apply. unavailable: the model's name, if no worker of it is alive. ids: of its prompt,
+    once the request is let in. worker: the last one that had it. outcome: ok, or what ended it.
+    ended_by: client, worker or router. error: why, without a value of the client's.
     """
 
     path: str
@@ -114,11 +91,11 @@ class RequestRecord:
     request: RouteRequest | None = None
     model: Model | None = None
     unavailable: str = ""
-    admitted: Admission | None = None
+    ids: PromptIds | None = None
     spending: Spending | None = None
     tries: int = 0
     decision: Decision | None = None
-    any_worker: str = ""
+    worker: str = ""
     first_token_s: float = 0.0
     ended_s: float = 0.0
     usage: Usage | None = None
@@ -126,45 +103,39 @@ class RequestRecord:
     ended_by: str = ""
     error: str = ""
     status: int = 0
-    """What the client was answered with; 0: nothing, so far."""
+    """Status of the client's answer; 0 until there is one."""
     is_said: bool = False
-    """Whether the client was sent the end of each choice. Whoever hangs up then has it all."""
+    """Whether the client was sent the end of each choice, so that it may hang up."""
     failures: list[FailedTry] = field(default_factory=list)
-    """In turn."""
     migrations: int = 0
-    """How often another worker went on with its answer."""
+    """Times that another worker went on with its answer."""
     spent_s: defaultdict[Stage, float] = field(default_factory=lambda: defaultdict(float))
     _stage: Stage = Stage.BODY
     _since_s: float = 0.0
-    """When that stage began; 0.0: with the request."""
+    """Time at which that stage began; 0.0: with the request."""
 
     @property
     def model_name(self) -> str:
-        """Of a model that the door knows; "": none was named."""
+        """The name of a model that the door knows; "" if none was named."""
         return self.model.name if self.model else self.unavailable
 
     @property
-    def worker(self) -> str:
-        """The last one that it was given to; "": none."""
-        return str(self.decision.worker.key) if self.decision else self.any_worker
-
-    @property
     def predicted_cached(self) -> int | None:
-        """Tokens of the prompt that the worker was predicted to have cached; None: nobody could
-        tell. The last token is always computed, and with it its block."""
-        decision, admitted = self.decision, self.admitted
-        if decision is None or admitted is None or admitted.prompt is None:
+        """Tokens of the prompt that the worker was predicted to have cached; None if unknown. The
+        last token is always computed, and with it its block."""
+        decision, ids = self.decision, self.ids
+        if decision is None or ids is None or ids.ids is None:
             return None
         if not decision.trust.predicts or self.migrations:
             return None
         size = decision.prompt_worker.block_size
-        # Of the overlap, what the engine does not reuse of what it holds is left out already.
-        return max(0, min(decision.overlap.total, (admitted.num_tokens - 1) // size)) * size
+        # The overlap leaves out what the engine holds and does not reuse.
+        return max(0, min(decision.overlap.total, (ids.num_tokens - 1) // size)) * size
 
     @property
     def used(self) -> tuple[Who, UsageSums] | None:
-        """Who sent it, and what counts as used by it, once it has ended; None: its sender is not
-        known, or it only asks about models."""
+        """The sender, and what counts as used by it; None before the end, for requests with a wrong
+        key, and for those that only ask about models."""
         if self.outcome == NO_KEY or self.path.startswith(MODELS):
             return None
         tenant = self.request.tenant if self.request else ""
@@ -182,44 +153,44 @@ class RequestRecord:
 
     @property
     def spent(self) -> tuple[int, int, int]:
-        """Tokens that count against limits: of its prompt, of these cached ones, of its answer. Who
-        leaves before the first token has had the prompt computed."""
+        """Tokens that count against limits: of the prompt, those cached, of the answer. A client
+        that leaves before the first token has had its prompt computed."""
         if self.usage is not None:
             cached = self.usage.cached
             cached = self.predicted_cached or 0 if cached is None else cached
             return self.usage.prompt, cached, self.usage.output
-        if self.outcome != LEFT_BEFORE or self.decision is None or self.admitted is None:
+        if self.outcome != LEFT_BEFORE or self.decision is None or self.ids is None:
             return 0, 0, 0
-        return self.admitted.num_tokens, self.predicted_cached or 0, 0
+        return self.ids.num_tokens, self.predicted_cached or 0, 0
 
     def enter(self, stage: Stage, *, was: Stage | None = None) -> None:
-        """From now on time is spent on `stage`. was: what it was spent on before, if not on what
-        was said then."""
+        """Begins a stage. was: counts the time so far as another stage than the one that was
+        begun."""
         now_s = time.monotonic()
         self.spent_s[was or self._stage] += now_s - (self._since_s or self.began_s)
         self._stage, self._since_s = stage, now_s
 
-    def worker_failed(self, failed: FailedTry) -> None:
-        """Another one is decided on from now on."""
+    def note_failed(self, failed: FailedTry) -> None:
+        """Notes a worker that failed the request: a decision for another one begins."""
         self.failures.append(failed)
         self.enter(Stage.DECIDE, was=Stage.FAILED if self._stage is Stage.FIRST_TOKEN else None)
 
-    def decided(self, decision: Decision) -> None:
-        """That took until now, and part of it was waiting."""
-        self.decision = decision
+    def note_decision(self, decision: Decision) -> None:
+        """Notes a decision that was made just now, part of whose time was waiting."""
+        self.decision, self.worker = decision, str(decision.worker.key)
         self.enter(Stage.REST if self.first_token_s else Stage.FIRST_TOKEN)
         waited_s = min(decision.waited_ms / 1000, self.spent_s[Stage.DECIDE])
         if waited_s:
             self.spent_s[Stage.DECIDE] -= waited_s
             self.spent_s[Stage.WAIT] += waited_s
 
-    def first_token(self) -> None:
-        """Of all tries, it was seen just now."""
+    def note_first_token(self) -> None:
         self.enter(Stage.REST)
         self.first_token_s = self._since_s
 
-    def end(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> bool:
-        """It has ended, in whatever way. Only the first call counts; whether this was it."""
+    def close(self, outcome: str, *, ended_by: str = "", usage: Usage | None = None) -> bool:
+        """Notes how the request ended. Returns whether this was the first call; later ones change
+        nothing."""
         if self.outcome:
             return False
         outcome = OK if outcome == GONE and self.is_said else outcome
@@ -237,8 +208,8 @@ class RequestRecord:
             self.first_token_s = self.ended_s - self.spent_s[Stage.REST]
         return True
 
-    def not_taken(self, outcome: str, *, ended_by: str) -> None:
-        """Of an answer that a worker has ended, the client has not taken all."""
+    def note_left(self, outcome: str, *, ended_by: str) -> None:
+        """Notes that the client has not read all of an answer that its worker has ended."""
         if self.outcome == OK and not (outcome == GONE and self.is_said):
             self.outcome = told_apart(outcome, has_begun=True, has_token=True)
             self.ended_by = ended_by

@@ -244,7 +244,7 @@ def _candidate(c: Candidate) -> CandidateWorker:
 
 
 def _fields_of(items: Iterable[Item]) -> dict[str, Any]:
-    """What answers show of what workers report, as `create_model` takes it."""
+    """Returns the fields of reported items, as `create_model` takes them."""
     return {
         i.answer: (str if i.kind in (Role, Trust) else i.annotation, _told(i.help))
         for i in items
@@ -268,7 +268,7 @@ VERDICT: dict[str, Any] = {
     "failures": (int, _told("requests that it failed in a row; 7 at most")),
     "failed_share": (float, _told("of its tries lately, those that failed, 0-1")),
 }
-"""What is told of each worker: its record."""
+"""Fields of a worker's verdict, of which each worker has one."""
 PausedWorker = create_model(
     "PausedWorker",
     __doc__="A worker that is there, and gets no requests.",

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -31,20 +31,18 @@ from app.core.settings.kinds import base_url, parse_origins
 from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
 from app.door.asked import MODELS, is_of_door
-from app.door.engine_signs import EngineSigns
-from app.door.front import FrontDoor
-from app.door.tracing import Tracing, provider_named
-from app.door.upstream import Upstream
-from app.edge import front_page, health, metrics, models, operators
-from app.edge.client import Client
-from app.edge.comments import comment_each
+from app.door.door import Door
+from app.door.engine.signs import EngineSigns
+from app.door.engine.upstream import Upstream
+from app.door.told.tracing import Tracing, provider_named
+from app.edge import front_page, models, operators
+from app.edge.client import Client, comment_each
 from app.edge.large import BodyReader
-from app.edge.live import LiveSettings
 from app.edge.origins import check_origin, may_be_shared
+from app.edge.reload import LiveSettings, WatchedFiles, written
 from app.edge.routes import BARE_ROUTES
 from app.edge.services import RULES, Services, check
 from app.edge.tls import certificate_of
-from app.edge.watched_files import WatchedFiles, written
 from app.http.held import HeldBodies
 from app.http.keys import CONSOLE_DATA, Keys, check_open
 from app.http.server import serve
@@ -73,7 +71,7 @@ READS_OF_THE_INDEX = ("match", "predicted")
 
 
 class Beside(Protocol):
-    """What a replica serves beside HTTP."""
+    """Server of a replica beside HTTP."""
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -89,13 +87,11 @@ async def serve_router(
     read: Callable[[], RouterSettings] | None = None,
     beside: Callable[[Application], Beside] | None = None,
 ) -> None:
-    """Run a replica until it is told to stop.
+    """Runs a replica until it is told to stop. OTEL_* variables are read from the environment.
 
     file: with settings, that may change while it runs. read: see LiveSettings. beside: makes what
-    else it serves.
-
-    The environment is asked for OTEL_* variables, which OpenTelemetry's SDK reads itself, too.
-    Raises ConfigError for bad settings, or a Redis that would drop keys when its memory is full.
+    else it serves. Raises ConfigError for bad settings, or a Redis that would drop keys when its
+    memory is full.
     """
     await written(settings.api_key_file)
     app = create_app(settings, Tracing(provider_named(os.environ)))
@@ -112,12 +108,12 @@ async def serve_router(
         live = LiveSettings(replica, file, read)
         replica.watched.append(WatchedFiles("settings", lambda: [file], live.reload))
     if certificate is not None:
-        replica.watched.append(
-            WatchedFiles("certificates", lambda: certificate.files, certificate.reload)
-        )
-    _look_when_told(replica)
+        files = WatchedFiles("certificates", lambda: certificate.files, certificate.reload)
+        replica.watched.append(files)
+    # SIGHUP has the files looked at: else it would end the process, and with it all streams.
+    look = partial(_look_at, replica.watched)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look)
     routers = replica.routers
-
     url = base_url(*sockets[0].getsockname()[:2])
     log.info("router listening on %s", url.replace("http:", "https:", 1) if certificate else url)
 
@@ -139,21 +135,14 @@ async def serve_router(
     )
 
 
-def _look_when_told(replica: Services) -> None:
-    """Have SIGHUP look at the files: else it would end the process, and with it all streams."""
-
-    def look() -> None:
-        for watched in replica.watched:
-            watched.look()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, look)
+def _look_at(watched: Iterable[WatchedFiles]) -> None:
+    for files in watched:
+        files.look()
 
 
 def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Application:
-    """A router replica. It starts even without Redis, and says in /readiness what is missing.
-
-    Raises ConfigError for a bad Redis URL, namespace or file of keys.
-    """
+    """Returns a router replica, which starts even without Redis, and says in /readiness what is
+    missing. Raises ConfigError for a bad Redis URL, namespace or file of keys."""
     keys = check(settings)
     timeout_s = settings.redis_timeout_ms / 1000
     redis = partial(connect, settings.redis_url, timeout_s=timeout_s)
@@ -165,16 +154,16 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Appl
     limiter = Limiter(Keyspace(settings.namespace))
     make = partial(_router, settings, signs, tally, limiter)
     routers = Routers(settings.namespace, redis, make, timeout_s)
-    door = FrontDoor(settings, routers, tracing or Tracing(None), upstream)
+    door = Door(settings, routers, tracing or Tracing(None), upstream)
     bodies = BodyReader(settings.max_prompt_tokens)
     console = _console(settings, routers, door, keys) if settings.console else None
     watched = [WatchedFiles("keys", lambda: [keys.path] if keys.path else [], keys.reload)]
-    metrics.show_files(routers.own.telemetry.registry, watched, keys)
-    readiness = health.ReadinessCheck(routers, door)
+    operators.show_files(routers.own.telemetry.registry, watched, keys)
+    readiness = operators.ReadinessCheck(routers, door)
     return Application(Services(settings, routers, door, keys, bodies, readiness, console, watched))
 
 
-def _console(settings: RouterSettings, routers: Routers, door: FrontDoor, keys: Keys) -> Console:
+def _console(settings: RouterSettings, routers: Routers, door: Door, keys: Keys) -> Console:
     address = f"{socket.gethostname()}:{settings.port}"
     return Console(
         routers.own,
@@ -205,7 +194,7 @@ def _router(
 
 @asynccontextmanager
 async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
-    """All that goes on beside requests."""
+    """Runs what goes on beside requests."""
     telemetry = replica.router.telemetry
     failures = telemetry.task_failures
     async with asyncio.TaskGroup() as tasks:
@@ -237,16 +226,14 @@ async def _running(replica: Services, _: FastAPI) -> AsyncIterator[None]:
             task.cancel()
 
 
-READS = (models, operators, metrics, console_routes, page, front_page)
+READS = (models, operators, console_routes, page, front_page)
 """Modules with FastAPI routes."""
 
 
 class Application(FastAPI):
-    """One check of keys, then the path's route, and one answer to whatever that raises.
-
-    There is no middleware but for pages of other origins, and then around all of it: what a
-    framework's would do took a fifth of a decision's CPU.
-    """
+    """A check of keys, then the path's route, and one answer to whatever that raises. The only
+    middleware is for pages of other origins, around all of it: a framework's took a fifth of a
+    decision's CPU."""
 
     def __init__(self, replica: Services) -> None:
         super().__init__(
@@ -276,7 +263,7 @@ class Application(FastAPI):
             )
 
     def openapi(self) -> dict[str, Any]:
-        """All paths in OpenAPI."""
+        """Returns all paths in OpenAPI."""
         if self.openapi_schema is None:
             routes = [*(bare.documented() for bare in BARE_ROUTES), *self.routes]
             self.openapi_schema = get_openapi(title=self.title, version=self.version, routes=routes)

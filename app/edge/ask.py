@@ -1,4 +1,4 @@
-"""What clients ask for, and who asks: from headers, bodies and queries."""
+"""Requests for a decision, and who asks: from headers, bodies and queries."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SESSIONS = (
 )
 """Headers in which clients name a session: ours, Claude Code's, OpenCode's and Codex's."""
 SENT = b"x-request-start"
-"""When a proxy, or the client, sent it."""
+"""Header with the time at which a proxy, or the client, sent a request."""
 
 DEFAULT_PRIORITY = "normal"
 ISOLATED = "isolated:"
-"""What the salts of tenants begin with that share no cache with others."""
+"""Beginning of the salts of tenants that share no cache with others."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -57,7 +57,7 @@ def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
 
 
 def _fields(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
-    """As `parse`. Raises if the body is not plainly valid."""
+    """Reads a body as `parse` does. Raises if it is not plainly valid."""
     # A new parser each time, which takes no longer: a parser keeps all that it has read.
     document: Any = numbers.simdjson.Parser().parse(raw)
     fields: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 from fastapi.exceptions import RequestValidationError
@@ -17,21 +18,22 @@ from app.core.key_rules import KeyRules
 from app.core.outcomes import UNFIT
 from app.core.worker_report import WorkerInfo
 from app.door.errors import ModelUnavailable, WorkerFailed
-from app.door.record import RequestRecord
-from app.edge.comments import COMMENT, HEADERS
-from app.edge.engine_errors import told
+from app.door.lifecycle import Lifecycle
 from app.edge.errors import (
     GONE,
     INVALID_STATUSES,
     UNSERVED_STATUS,
     answer_to,
+    dialect_of,
     ending_of,
     event_of,
     event_with,
     is_unserved,
+    limits_shown,
     meaning_of,
     reason_of,
     refusal_of,
+    told,
     unserved,
 )
 from app.edge.services import Services
@@ -54,20 +56,21 @@ class Client(http.Exchange):
         super().__init__(scope, receive, send)
         scope[CLIENT] = self
         self.replica = replica
+        self.stalled_s = replica.settings.stalled_s
         self.rules: KeyRules | None = None
-        """Of the key that it came with; None: it may ask for anything."""
+        """Rules of the request's key; None: it may ask for anything."""
         self._began_s = time.monotonic()
-        self._record: RequestRecord | None = None
+        self._record: Lifecycle | None = None
+        self.shows = False
+        """Whether answers tell where they come from."""
+        self.has_begun = False
+        """Whether anything of such an answer has gone out."""
         self._waits_since_s = 0.0
-        """For a stream that has not begun; 0.0: for none."""
+        """Time since which a stream is waited for that has not begun; 0.0: none is."""
         self._saying: asyncio.Task[None] | None = None
         self._task = asyncio.current_task()
         self.ended_by: Exception | None = None
         """Why what is done for the client was cut short, if it was."""
-
-    @property
-    def stalled_s(self) -> float:
-        return self.replica.settings.stalled_s
 
     @property
     def is_of_client(self) -> bool:
@@ -75,12 +78,12 @@ class Client(http.Exchange):
         return self.rules is not None and self.rules.is_client
 
     @property
-    def record(self) -> RequestRecord:
-        """What is known of a request to the front door."""
+    def record(self) -> Lifecycle:
+        """The record of a request to the front door."""
         if self._record is None:
             path, peer = self.scope["path"], self.scope.get("client")
             forwarded_for = self.raw_headers.get(b"x-forwarded-for", b"").decode("latin-1")
-            self._record = RequestRecord(
+            self._record = Lifecycle(
                 cut(path), peer[0] if peer else "", cut(forwarded_for), self._began_s
             )
         return self._record
@@ -92,7 +95,7 @@ class Client(http.Exchange):
             self._task.cancel()
 
     def waits(self) -> None:
-        """From now on a stream is waited for, in which comments may come before its answer."""
+        """Lets comments come before the answer, which is a stream."""
         self._waits_since_s = asyncio.get_running_loop().time()
 
     def comment_if_due(self, now_s: float, every_s: float, tasks: asyncio.TaskGroup) -> None:
@@ -115,7 +118,11 @@ class Client(http.Exchange):
             await asyncio.wait([self._saying])
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Also raises WorkerFailed, if comments have begun a stream, and this is none."""
+        """Begins an answer. Raises WorkerFailed if comments have begun a stream, and the answer is
+        none."""
+        if self.shows:
+            self.has_begun = True
+            headers = [*headers, *self._shown()]
         if self._waits_since_s:
             await self._end_comments()
         if not self.status:
@@ -132,8 +139,31 @@ class Client(http.Exchange):
             raise WorkerFailed(NO_STREAM)
         await self.answer_whole(body, status, *headers)
 
+    def _shown(self) -> Headers:
+        """Returns headers that tell where an answer comes from, why the prompt's tokens were not
+        known, and what is left of limits."""
+        record = self.record
+        decision, shown = record.decision, []
+        if record.ids is not None and record.ids.tokens_from.startswith("blind:"):
+            shown.append((b"x-kvroute-tokens", record.ids.tokens_from.encode()))
+        if (spending := record.spending) is not None:
+            dialect = dialect_of(self.scope["path"])
+            shown += limits_shown(spending.rules, spending.left, dialect)
+        hides = self.is_of_client and self.replica.keys.isolates
+        if decision is None or hides or not self.replica.settings.show_decision:
+            return shown
+        overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
+        if decision.bound_blocks:
+            overlap += f"; bound={decision.bound_blocks}"
+        shown.append((b"x-kvroute-worker", record.worker.encode()))
+        shown.append((b"x-kvroute-overlap", overlap.encode()))
+        shown.append((b"x-kvroute-trust", decision.trust.encode()))
+        if decision.source is not None:
+            shown.append((b"x-kvroute-source", str(decision.source.worker.key).encode()))
+        return shown
+
     async def _show(self, headers: Headers) -> None:
-        """Where an answer comes from, in a comment: those that went before it have sent headers."""
+        """Tells in a comment where an answer comes from, as its headers have gone out before."""
         shown = [b": %b: %b\n" % each for each in headers if each[0].startswith(SHOWN)]
         if shown:
             await self.send(b"".join((*shown, b"\n")))
@@ -144,6 +174,7 @@ class Client(http.Exchange):
         status, body = told(status, body, path, by)
         await self._end_comments()
         if self.status:
+            self.has_begun = True
             await self.send(event_with(body, path), last=True)
             return
         kept = [each for each in headers if each[0].lower() != b"content-type"]
@@ -160,12 +191,12 @@ class Client(http.Exchange):
         if error is not None or self.is_gone or not self.status:
             ending = GONE if error is None else ending_of(error)
             record.status = self.status or ending.status
-            if not record.end(ending.outcome, ended_by=ending.ended_by):
-                record.not_taken(ending.outcome, ended_by=ending.ended_by)
+            if not record.close(ending.outcome, ended_by=ending.ended_by):
+                record.note_left(ending.outcome, ended_by=ending.ended_by)
         else:
             record.status = self.status
             is_ok = self.status < 400
-            record.end("ok" if is_ok else UNFIT, ended_by="" if is_ok else "worker")
+            record.close("ok" if is_ok else UNFIT, ended_by="" if is_ok else "worker")
         self.replica.door.ended(record)
 
     async def fail(self, error: Exception) -> None:
@@ -203,3 +234,24 @@ def _are_of_stream(headers: Headers) -> bool:
         name == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in headers
     )
+
+
+COMMENT = b": waiting\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+LOOK_S = 1.0
+
+
+async def comment_each(clients: Collection[Client], every_s: float) -> None:
+    """Let those that wait have a comment each `every_s`, until cancelled. One task looks after all,
+    as nearly every stream begins before its first one is due."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            await asyncio.sleep(min(LOOK_S, every_s / 2))
+            now_s = loop.time()
+            for client in [*clients]:
+                client.comment_if_due(now_s, every_s, tasks)

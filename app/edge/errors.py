@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 import orjson
@@ -27,8 +29,11 @@ from app.core.errors import (
     shown,
     without_values,
 )
-from app.core.key_rules import RateLimited
+from app.core.key_rules import KeyRules, Rate, RateLimited
+from app.core.worker_report import WorkerInfo
 from app.door.asked import PASSED_ON, PATHS, Api
+from app.door.blame import is_path_missing
+from app.door.engine.words import Cause, cause_in
 from app.door.errors import (
     AnswerTimeout,
     ContextTooLong,
@@ -40,7 +45,6 @@ from app.door.errors import (
     Unreached,
     WorkerFailed,
 )
-from app.edge.rate_limits import limits_shown
 from app.http.client import ClientStalled
 from app.http.errors import (
     FAULT,
@@ -49,16 +53,18 @@ from app.http.errors import (
     OF_ALL_SERVERS,
     OF_OPENAI,
     OVERLOADED,
+    TAKES_NO_KEY,
     Dialect,
     ErrorTable,
     Headers,
     Meaning,
+    body_of,
+    kind_of,
 )
 
 
 class ErrorOutcome(NamedTuple):
-    """What metrics and logs have of how a request ended. status: answered, unless an answer had
-    begun."""
+    """Ending of a request, for metrics and logs. status: of the answer, unless one had begun."""
 
     status: int
     outcome: str
@@ -108,7 +114,7 @@ _UNSERVED = (
     *(AllWorkersBusy, BodiesTooLarge, Crowded, ModelUnavailable, NamespaceMissing, NoWorkers),
     *(RedisUnavailable, RouterOverloaded, WrongVersion),
 )
-"""What a request ends by that no worker has had, if none has failed before."""
+"""Errors of requests that no worker has had, if none has failed before."""
 UNSERVED_STATUS = b"x-unserved-status"
 """Header by which a balancer in front of several fleets asks for the status 425 for such a request,
 so that it sends on no other. The answer's `x-status` is what it would have been."""
@@ -123,7 +129,7 @@ MAX_ERRORS = 100
 million would take seconds, in which no request is answered."""
 
 _ROOTS_OF_OPENAI = ("/v1/models", "/v1/chat/", "/v1/responses", "/v1/audio/", "/v1/images/")
-"""Where only OpenAI's clients ask, be there a path or not."""
+"""Paths, there or not, at which only OpenAI's clients ask."""
 
 
 def dialect_of(path: str) -> Dialect:
@@ -168,7 +174,7 @@ def answer_to(error: Exception, path: str) -> tuple[int, Headers, bytes]:
 def unserved(
     answer: tuple[int, Headers, bytes],
 ) -> tuple[int, Headers, bytes]:
-    """The same answer, for who may send the request to another fleet."""
+    """Returns the answer for those who may send the request to another fleet."""
     status, headers, body = answer
     return 425, [*headers, (b"x-status", b"%d" % status)], body
 
@@ -184,8 +190,8 @@ def event_of(error: Exception, path: str) -> bytes:
 
 
 def event_with(body: bytes, path: str) -> bytes:
-    """The same, of what would be the body of an answer with an error. As engines do, it says [DONE]
-    behind an error where a whole stream ends so: some clients wait for that."""
+    """Returns an event with the body of an error's answer. As engines do, it says [DONE] behind the
+    error where a whole stream ends so: some clients wait for that."""
     dialect = dialect_of(path)
     if PATHS.get(path) is Api.RESPONSES:
         inner = orjson.loads(body)["error"]
@@ -197,8 +203,8 @@ def event_with(body: bytes, path: str) -> bytes:
 
 
 def refusal_of(error: ValidationError | RequestValidationError) -> InvalidRequest:
-    """What a caller is told of a bad body or query: the first bad field and its value, unless there
-    are many."""
+    """Returns the error of a bad body or query: the first bad field and its value, unless there are
+    many."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         place = first["loc"][1:]  # behind the word `query` or `path`
@@ -210,3 +216,73 @@ def refusal_of(error: ValidationError | RequestValidationError) -> InvalidReques
         place = first["loc"]
     field = cut(".".join(map(str, place))) or "body"
     return InvalidRequest(field, f"{first['msg']}, got {shown(first['input'])}")
+
+
+def limits_shown(rules: KeyRules, left: Mapping[str, int], dialect: Dialect) -> Headers:
+    """Returns the headers as the clients of that dialect read them. left: of requests and tokens;
+    -1: not known."""
+    return [
+        (header.encode(), value.encode())
+        for name in ("requests", "tokens")
+        if (rate := getattr(rules, name)) is not None and left.get(name, -1) >= 0
+        for header, value in _of(name, rate, left[name], dialect)
+    ]
+
+
+def _of(name: str, rate: Rate, left: int, dialect: Dialect) -> Iterator[tuple[str, str]]:
+    full_s = max(0.0, rate.burst - left) / rate.per_s
+    if dialect is Dialect.ANTHROPIC:
+        begin, limit, remaining, reset = (
+            f"anthropic-ratelimit-{name}-",
+            "limit",
+            "remaining",
+            "reset",
+        )
+        at = datetime.now(UTC) + timedelta(seconds=full_s)
+        when = at.isoformat(timespec="seconds").replace("+00:00", "Z")
+    else:
+        begin, when = "x-ratelimit-", f"{full_s:.3f}s"
+        limit, remaining, reset = (f"{word}-{name}" for word in ("limit", "remaining", "reset"))
+    yield begin + limit, str(rate.amount)
+    yield begin + remaining, str(left)
+    yield begin + reset, when
+
+
+_TAKES_NO_KEY = f"{TAKES_NO_KEY}: see --worker-key, or --engine-api-key of `kvroute up`"
+_OF_WORKER = {
+    401: _TAKES_NO_KEY,
+    403: _TAKES_NO_KEY,
+    404: "no longer has the model that it announced",
+    407: _TAKES_NO_KEY,
+}
+MAX_MESSAGE = 2000
+"""Characters. Engines may repeat the whole request."""
+_TOO_LONG = re.compile(r"(?i)maximum context length|context_length_exceeded|prompt_too_large")
+
+
+def told(status: int, body: bytes, path: str, worker: WorkerInfo) -> tuple[int, bytes]:
+    """Status and body of the answer, where an engine has answered with an error.
+
+    Of a path that the engine lacks it is 400: by a 404, balancers of clients take it that there is
+    nothing at all. A client has no part in the key that a router has, nor in what a worker has
+    announced.
+    """
+    cause = cause_in(body)
+    if is_path_missing(status, body):
+        engine = worker.engine or "an unknown engine"
+        message = f"The model's engine ({engine}, worker {worker.key}) has no {path}."
+        status, cause = 400, Cause(message, code="path_not_supported")
+    elif (of_worker := _OF_WORKER.get(status)) is not None:
+        status, cause = 502, Cause(f"Worker {worker.key} {of_worker}.", code="worker_failed")
+    elif cause is None:
+        text = body.decode(errors="replace").strip()
+        # What stands before an engine answers with pages.
+        is_told = text and not text.startswith("<")
+        cause = Cause(text if is_told else f"the engine answered {status}")
+    if status == 422:
+        status = 400
+    code = cause.code
+    if _TOO_LONG.search(f"{code} {cause.message}"):
+        code = "context_length_exceeded"
+    meaning = Meaning(status, code, kind_of(status))
+    return status, body_of(meaning, cause.message[:MAX_MESSAGE], cause.field, dialect_of(path))

@@ -1,4 +1,4 @@
-"""What this is, at the path that people try first, and the pages that document it."""
+"""The front page, at the path that people try first, and the pages that document the paths."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def openapi(request: Request) -> Response:
 
 @ROUTER.get("/docs")
 async def docs() -> Response:
-    """What /openapi.json says, as a page."""
+    """Show /openapi.json as a page."""
     return get_swagger_ui_html(
         openapi_url="openapi.json",
         title="kvroute router",

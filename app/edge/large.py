@@ -68,10 +68,8 @@ class BodyReader:
     async def read(
         self, model: type[M], raw: bytes, block_size: int | None, holder: str
     ) -> tuple[M, bytes | None]:
-        """As `ask.parse`. block_size: None while unknown. holder: whose body it is.
-
-        Raises ValidationError, InvalidRequest and Crowded.
-        """
+        """Reads a body as `ask.parse` does. block_size: None while unknown. holder: whose body it
+        is. Raises ValidationError, InvalidRequest and Crowded."""
         if len(raw) <= PIECE_BYTES:
             return parse(model, raw)
         async with self._turns.place(holder):
@@ -141,7 +139,7 @@ async def _without_arrays(raw: bytes) -> tuple[bytes, dict[str, _Cut]]:
 
 
 async def _end_of_lists(raw: bytes, start: int) -> int:
-    """Where the bracket is that closes an array of arrays; -1: nowhere."""
+    """Returns the place of the bracket that closes an array of arrays; -1 if there is none."""
     while start < len(raw):
         bracket = _END_OF_LISTS.search(raw, start, start + 2 * PIECE_BYTES)
         if bracket:
@@ -157,7 +155,7 @@ def _twice(name: str) -> InvalidRequest:
 
 
 async def _read(name: str, raw: bytes, array: _Cut, read: Callable[[bytes], T]) -> AsyncIterator[T]:
-    """What `read` makes of each piece, an array in JSON of some of the items."""
+    """Yields what `read` makes of each piece, an array in JSON of some of the items."""
     start = array.start
     end_of_item = b"]" if array.has_lists else b","
     while start < array.end:
@@ -191,7 +189,8 @@ async def _read(name: str, raw: bytes, array: _Cut, read: Callable[[bytes], T]) 
 
 
 def _translated(name: str, num_before: int, error: ValidationError) -> InvalidRequest:
-    """As for a body that is read at once: the first bad item by its place in the whole array."""
+    """Returns the error of a body read at once: the first bad item by its place in the whole
+    array."""
     first = error.errors(include_url=False, include_context=False)[0]
     if not first["loc"]:
         return InvalidRequest("body", f"{cut(first['msg'])}, in {name} after {num_before} items")

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API learn of models."""
+"""The list of models, as clients of OpenAI's API read it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing_extensions import TypedDict
 
 from app.door.asked import MODELS
 from app.door.errors import UnknownModel
-from app.door.models import Model
+from app.door.model import Model
 from app.edge.answers import OpenAIError
 from app.edge.services import Replica, Rules, errors
 
 BEGUN_S = int(time.time())
-"""When this process began: models have no other date."""
+"""Start of this process: models have no other date."""
 ROUTER = APIRouter()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,11 +17,10 @@ from app.core.errors import (
 )
 from app.core.key_rules import Spending
 from app.core.types import REQUEST_ID, random_hex
-from app.core.worker_report import WorkerInfo
-from app.door import asked, members
+from app.door import asked, forwarding
+from app.door.answer.migration import can_migrate
 from app.door.asked import PATHS, PROMPTS, Api
 from app.door.carriage import Carriage
-from app.door.client import Headers
 from app.door.errors import (
     AnswerTimeout,
     ContextTooLong,
@@ -32,16 +30,14 @@ from app.door.errors import (
     WorkerFailed,
 )
 from app.door.forwarding import Outgoing, headers_for_engine
-from app.door.lifecycle import Lifecycle
-from app.door.migration import can_migrate
-from app.door.models import Model
+from app.door.lifecycle import UNTRACED, Lifecycle
+from app.door.model import Model
 from app.door.record import Stage
-from app.door.tracing import Trace
+from app.door.told.tracing import CONTEXT
 from app.door.transfer.sources import may_have_source
 from app.edge.ask import fitting_id, request_id_in, request_of, salt_of
 from app.edge.client import Client
-from app.edge.errors import dialect_of, ending_of, reason_of
-from app.edge.rate_limits import limits_shown
+from app.edge.errors import ending_of, reason_of
 from app.http.json_body import FORM, Fields, FormBody, JsonBody
 from app.policy.decision import RouteRequest
 from app.router.prompt import check_length
@@ -49,7 +45,7 @@ from app.router.prompt import check_length
 log = logging.getLogger(__name__)
 
 CARRIER = "kvroute.carrier"
-"""In a request's scope: what carries it in place of Carriage, and is made as that is."""
+"""Key of a request's scope: the class that carries it in place of Carriage, and is made alike."""
 MAX_ID = 128
 
 
@@ -57,115 +53,103 @@ async def answer(client: Client) -> None:
     """Have the worker answer that holds most of the prompt for its load; its answer is passed on
     as it comes."""
     headers, replica, path = client.raw_headers, client.replica, client.scope["path"]
-    rules = client.rules
-    spending = Spending(rules) if rules is not None and rules.is_limited else None
-    api, door, settings = PATHS[path], replica.door, replica.settings
-    record = client.record
-    record.spending = spending
-    if spending is not None:
-        replica.router.limiter.check(spending)
-    record.request_id = request_id = request_id_in(headers)
+    life, rules = client.record, client.rules
+    if rules is not None and rules.is_limited:
+        life.spending = Spending(rules)
+        replica.router.limiter.check(life.spending)
+    life.request_id = request_id = request_id_in(headers)
     client.about = [(b"x-request-id", request_id.encode())]
     body = await _read(client)
-    record.enter(Stage.TOKENS)
-    record.asked = generation = asked.read(api, body.fields)
+    life.enter(Stage.TOKENS)
+    life.asked = generation = asked.read(PATHS[path], body.fields)
     if replica.keys.isolates:
         body = _salted(client, body, generation)
     again = partial(
         request_of,
         headers,
-        settings.policy,
+        replica.settings.policy,
         key_name=client.key_name,
         rules=rules,
-        spending=spending,
+        spending=life.spending,
         holder=client.holder,
         request_id=request_id,
         session=_session(generation.session),
         path=path,
         carried=True,
     )
-    asks = again()
-    record.model = model = await _model_for(client, generation, body.fields, asks)
+    life.request = again()
+    life.model = await _model_for(client, generation, body.fields, life.request)
     if rules is not None:
-        _allow(client, generation.model, model)
-    trace = door.tracing.begin(api, headers)
-    exchange = _Exchange(client, body, generation, asks, again, trace)
+        _allow(client, generation.model, life.model)
+    life.trace = replica.door.tracing.begin(generation.api, headers)
     async with client.watched():
         try:
-            await exchange.run(model)
+            await _answer_by_any(client, life, body, again)
         except BaseException as error:
-            exchange.fail(error)
+            _note_error(client, life, error)
             raise
 
 
-@dataclass(slots=True)
-class _Exchange:
-    """One request, and its answer by a worker of any namespace that serves the model.
-
-    asks: who asks; again: the same, as nobody has changed it. life: as far as it has come; None: it
-    was not let in yet.
-    """
-
-    client: Client
-    body: JsonBody
-    generation: asked.AnswerRequest
-    asks: RouteRequest
-    again: Callable[[], RouteRequest]
-    trace: Trace
-    life: Lifecycle | None = None
-
-    async def run(self, model: Model) -> None:
-        """Have a worker of that model answer, or else one of another namespace."""
-        client, models = self.client, self.client.replica.door.models
-        gave_up = set[str]()
-        while True:
-            shown = _Shown(client)
-            try:
-                await self._ask(model, shown)
-                return
-            except Exception as error:
-                gave_up.add(model.namespace)
-                if shown.has_begun or not _may_go_on(client, model, error, gave_up):
-                    raise
-            self.asks = self.again()
-            model = await models.find_for(self.generation.model, self.asks.session, gave_up)
-
-    async def _ask(self, model: Model, shown: _Shown) -> None:
-        """Raises as Carriage.run, and what tells that the request cannot be answered there."""
-        client, generation, fields = self.client, self.generation, self.body.fields
-        door, settings = client.replica.door, client.replica.settings
-        record = client.record
-        record.model = model
-        record.request = asks = self.asks
-        asks.model, asks.keeps_session = model.name, door.models.is_shared(model)
-        if asks.began_ms is None:
-            asks.began_ms = model.router.fleet.redis_now_ms
-        with self.trace.span("tokens"):
-            ids = await door.prompts.of(generation.api, model, fields, client.holder)
-        asks.local_only = not may_have_source(generation, fields, ids)
-        shown.life = self.life = door.admit(record, ids, self.trace)
-        migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
-        if generation.streams:
-            client.waits()
-        carriage = client.scope.get(CARRIER, Carriage)(
-            door.door,
-            self.life,
-            Outgoing(self.body, generation, ids, model.name, migrates),
-            client.scope["path"],
-            _headers_on(client, _engine_id(client.raw_headers, record.request_id)),
-            shown,
-        )
-        await carriage.run()
-
-    def fail(self, error: BaseException) -> None:
-        """Note that it has ended by an error."""
-        if self.life is None:
-            self.trace.fail(error)
+async def _answer_by_any(
+    client: Client, life: Lifecycle, body: JsonBody, again: Callable[[], RouteRequest]
+) -> None:
+    """Has a worker of the request's model answer, or else one of another namespace that serves the
+    name. again: makes the request as nobody has changed it."""
+    models, asked_for = client.replica.door.models, life.asked.model if life.asked else None
+    gave_up = set[str]()
+    while True:
+        model = life.model
+        assert model is not None
+        try:
+            await _answer_by(client, life, model, body)
             return
-        told = ending_of(self.client.ended_by or error)
-        record = self.life.record
-        record.status = record.status or told.status
-        self.life.end(told.outcome, ended_by=told.ended_by)
+        except Exception as error:
+            gave_up.add(model.namespace)
+            if client.has_begun or not _may_go_on(client, model, error, gave_up):
+                raise
+        life.request = again()
+        life.model = await models.find_for(asked_for, life.request.session, gave_up)
+
+
+async def _answer_by(client: Client, life: Lifecycle, model: Model, body: JsonBody) -> None:
+    """Raises as Carriage.run, and what tells that the request cannot be answered there."""
+    door, settings, generation = client.replica.door, client.replica.settings, life.asked
+    assert generation is not None
+    asks, fields = life.asks, body.fields
+    asks.model, asks.keeps_session = model.name, door.models.is_shared(model)
+    if asks.began_ms is None:
+        asks.began_ms = model.router.fleet.redis_now_ms
+    with UNTRACED if life.trace is None else life.trace.span("tokens"):
+        ids = await door.prompts.of(generation.api, model, fields, client.holder)
+    asks.local_only = not may_have_source(generation, fields, ids)
+    life.admit(ids, settings.max_prompt_tokens)
+    migrates = settings.migrate and can_migrate(generation, fields, ids, model.workers)
+    if generation.streams:
+        client.waits()
+    headers = _headers_on(client, _engine_id(client.raw_headers, life.request_id))
+    if life.trace is None:
+        headers += [each for each in client.scope["headers"] if each[0] in CONTEXT]
+    client.shows = True
+    carriage = client.scope.get(CARRIER, Carriage)(
+        door,
+        life,
+        Outgoing(body, generation, ids, model.name, migrates),
+        client.scope["path"],
+        headers,
+        client,
+    )
+    await carriage.run()
+
+
+def _note_error(client: Client, life: Lifecycle, error: BaseException) -> None:
+    client.shows = False
+    if life.ids is None:
+        if life.trace is not None:
+            life.trace.fail(error)
+        return
+    told = ending_of(client.ended_by or error)
+    life.status = life.status or told.status
+    life.end(told.outcome, ended_by=told.ended_by)
 
 
 _OF_A_NAMESPACE = (
@@ -174,7 +158,7 @@ _OF_A_NAMESPACE = (
 )
 """Errors that mean: these workers cannot answer. Those of another namespace may."""
 _OF_THE_REQUEST = (AnswerTimeout, RepeatedFailure)
-"""Of these, those after which nobody else is asked."""
+"""Errors after which nobody else is asked."""
 
 
 def _may_go_on(client: Client, model: Model, error: Exception, gave_up: set[str]) -> bool:
@@ -242,8 +226,8 @@ def _found(client: Client, asked_for: object) -> Model:
 async def _model_for(
     client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
-    """As Models.find_for; a request for a model that sleeps waits until that wakes, if it is one
-    that would be answered then."""
+    """Returns the model that is asked for. A request for one that sleeps waits until it wakes, if
+    the request would be answered then. Raises as Models.find_for."""
     models, settings = client.replica.door.models, client.replica.settings
     if client.rules is not None:
         _allow(client, generation.model)
@@ -266,7 +250,7 @@ async def _read(client: Client) -> JsonBody:
     raw = await client.read(most, "--max-request-bytes")
     kind = _form_of(client)
     body = FormBody.of_form(raw, kind) if kind else await JsonBody.read(raw)
-    members.check(body)
+    forwarding.check(body)
     return body
 
 
@@ -278,13 +262,13 @@ def _form_of(client: Client) -> bytes:
 
 
 def _session(named: object) -> str | None:
-    """What a body names as its session; None: nothing that could be one."""
+    """Returns the session that a body names; None if nothing could be one."""
     return fitting_id(named, REQUEST_ID, "session_id") or None if isinstance(named, str) else None
 
 
 def _engine_id(headers: Mapping[bytes, bytes], request_id: str) -> str:
-    """What engines know a request by. Clients may give several the same id, as when they try one
-    again, and an engine would take them for one."""
+    """Returns the id that engines know a request by. Clients may give several the same id, as when
+    they try one again, and an engine would take them for one."""
     if b"x-request-id" not in headers:
         return request_id
     return f"{request_id[: MAX_ID - 9]}-{random_hex(4)}"
@@ -310,7 +294,7 @@ async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
     while True:
         record.model = model
         try:
-            await door.door.any_worker.answer(
+            await door.any_worker.answer(
                 *(model, body, path, headers, client, record, client.holder)
             )
             return
@@ -319,51 +303,3 @@ async def _ask_any(client: Client, model: Model, body: JsonBody) -> None:
             if client.status or not _may_go_on(client, model, error, gave_up):
                 raise
         model = door.models.find(body.fields.get("model"), gave_up)
-
-
-class _Shown:
-    """A client that is told where its answer comes from, or why its tokens were not known."""
-
-    life: Lifecycle
-    """Only once the request is let in."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.has_begun = False
-        """Whether anything of an answer has gone out."""
-        self.send = client.send
-
-    async def start(self, status: int, headers: Headers) -> None:
-        self.has_begun = True
-        await self._client.start(status, [*headers, *self._shown()])
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self._client.whole(status, [*headers, *self._shown()], body)
-
-    async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
-        self.has_begun = True
-        await self._client.refuse(status, [*headers, *self._shown()], body, by)
-
-    def _shown(self) -> Headers:
-        record = self.life.record
-        shown = []
-        tokens_from = self.life.admitted.tokens_from
-        if tokens_from.startswith("blind:"):
-            shown.append((b"x-kvroute-tokens", tokens_from.encode()))
-        if record.spending is not None:
-            shown += limits_shown(
-                record.spending.rules, record.spending.left, dialect_of(self._client.scope["path"])
-            )
-        replica = self._client.replica
-        hides = replica.keys.isolates and self._client.is_of_client
-        if replica.settings.show_decision and not hides and record.decision is not None:
-            decision = record.decision
-            overlap = f"{decision.overlap.total}/{decision.isl_blocks}"
-            if decision.bound_blocks:
-                overlap += f"; bound={decision.bound_blocks}"
-            shown.append((b"x-kvroute-worker", str(decision.worker.key).encode()))
-            shown.append((b"x-kvroute-overlap", overlap.encode()))
-            shown.append((b"x-kvroute-trust", decision.trust.encode()))
-            if decision.source is not None:
-                shown.append((b"x-kvroute-source", str(decision.source.worker.key).encode()))
-        return shown

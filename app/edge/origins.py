@@ -1,4 +1,4 @@
-"""What pages of other origins may call, in browsers: models, and nothing of operators."""
+"""Pages of other origins in browsers: they may call models, and nothing of operators."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def check_asked(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Of a header; "": whoever sends none is no browser."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name in ("", "localhost") or ipaddress.ip_address(name).is_loopback

@@ -1,4 +1,4 @@
-"""What requests may say."""
+"""Bodies and queries of requests."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ReleaseOptions(BaseModel):
 
 
 class Generation(BaseModel):
-    """As in the API of that path; the router looks at these members."""
+    """Body of that path's API, of which the router looks at these members."""
 
     model: str = Field(description="one of `GET /v1/models`")
     stream: bool = Field(default=False, description="answer in events, as they come")

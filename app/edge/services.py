@@ -1,11 +1,11 @@
-"""What the endpoints of a router replica share."""
+"""Services that the endpoints of a replica share."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
@@ -15,17 +15,19 @@ from app.console.console import Console
 from app.core.key_rules import KeyRules
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
+from app.door.door import Door
 from app.door.errors import Stopping
-from app.door.front import FrontDoor
 from app.edge.answers import ErrorBody
-from app.edge.comments import Waiting
-from app.edge.health import ReadinessCheck
 from app.edge.large import BodyReader
 from app.edge.tls import certificate_of
-from app.edge.watched_files import WatchedFiles
 from app.http.keys import Keys, check_open
 from app.router.router import Router
 from app.router.routers import Routers
+
+if TYPE_CHECKING:
+    from app.edge.client import Client
+    from app.edge.operators import ReadinessCheck
+    from app.edge.reload import WatchedFiles
 
 REQUEST_ID = "{request_id:any_text}"
 
@@ -55,30 +57,27 @@ def body_of(model: type[BaseModel], others: Mapping[str, Any] | None = None) -> 
 
 @dataclass(slots=True)
 class Services:
-    """What the endpoints of one replica use.
-
-    settings: `adopt` changes those that app/edge/live.py names.
-    """
+    """Services of the endpoints of one replica. settings: `adopt` changes those that
+    app/edge/reload.py names."""
 
     settings: RouterSettings
     routers: Routers
-    door: FrontDoor
+    door: Door
     keys: Keys
     bodies: BodyReader
     readiness: ReadinessCheck
     console: Console | None
     """None: it is off."""
     watched: list[WatchedFiles]
-    """What files say that may change."""
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=list)
-    """What else runs while the replica does. What it raises ends the replica."""
-    clients: set[Waiting] = field(default_factory=set)
-    """Who waits for an answer."""
+    """Work beside the replica, whose errors end it."""
+    clients: set[Client] = field(default_factory=set)
+    """Clients that wait for an answer."""
     is_stopping: bool = False
 
     @property
     def router(self) -> Router:
-        """Of its own namespace."""
+        """Router of the replica's own namespace."""
         return self.routers.own
 
     @property
@@ -102,7 +101,7 @@ class Services:
 
 
 RULES = "kvroute.rules"
-"""In a request's scope: the rules of its key."""
+"""Key of a request's scope: the rules of its key."""
 
 
 async def _replica_of(request: Request) -> Services:
@@ -119,12 +118,12 @@ async def _rules_of(request: Request) -> KeyRules | None:
 
 
 Rules = Annotated[KeyRules | None, Depends(_rules_of)]
-"""Of the key that a request came with; None: it may ask for anything."""
+"""Rules of a request's key; None: it may ask for anything."""
 """Has FastAPI give an endpoint what it uses."""
 
 
 def check(settings: RouterSettings) -> Keys:
-    """What a start refuses, and so does a change. Returns the keys. Raises ConfigError."""
+    """Checks settings as a start does. Returns their keys. Raises ConfigError."""
     Keyspace(settings.namespace)
     certificate_of(settings.tls_cert, settings.tls_key)
     keys = Keys(settings.api_key, settings.api_key_file, settings.metrics_key)

@@ -10,9 +10,10 @@ from urllib.parse import unquote
 from grpc.aio import EOF
 from starlette.types import Message, Scope
 
-from app.door import whole_answer
-from app.door.forwarding import Outgoing, Parser
-from app.door.stream import Whole
+from app.door import blame
+from app.door.answer.stream import Whole
+from app.door.forwarding import Outgoing
+from app.door.lifecycle import Parser
 from app.edge.openai import CARRIER
 from app.gateway import messages
 from app.gateway.messages import Request, Response
@@ -21,7 +22,7 @@ from app.http.protocol import ON_GONE
 
 UNKNOWN = "unknown"
 """Holder of bodies from unknown addresses."""
-FIRST_BYTES = whole_answer.MAX_PARSED_BYTES
+FIRST_BYTES = blame.MAX_PARSED_BYTES
 """Bytes of an answer that is no stream, by which it is judged."""
 _DETAILS = "response.code_details"
 _VIA_UPSTREAM = "via_upstream"
@@ -185,7 +186,7 @@ class GatewayAnswer:
         self.status = int(status) if status.isdigit() else 0
         details = messages.attribute_in(said, _DETAILS)
         self.is_of_gateway = details not in ("", _VIA_UPSTREAM)
-        kind = whole_answer.type_in(self.headers)
+        kind = blame.type_in(self.headers)
         self.in_events = self.status == 200 and kind == b"text/event-stream"
         self.sees_all = mode != messages.NONE
         self.is_refusal = self.status >= 400 and mode == messages.FULL_DUPLEX_STREAMED

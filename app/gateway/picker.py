@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,14 +16,12 @@ from app.core.outcomes import of_refusal
 from app.core.roles import Role
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.door import blame, whole_answer
-from app.door.client import Client, Headers
+from app.door import blame
+from app.door.answer.events import usage_in
 from app.door.door import Door
 from app.door.errors import AnswerTimeout, WorkerFailed
-from app.door.forwarding import Outgoing
+from app.door.forwarding import Headers, Outgoing, Recipient, headers_back
 from app.door.lifecycle import Lifecycle
-from app.door.members import headers_back
-from app.door.stream import usage_in
 from app.door.transfer.base import of_rank
 from app.edge.errors import event_of
 from app.gateway import messages
@@ -59,7 +57,7 @@ class GatewayCarriage:
         outgoing: Outgoing,
         path: str,
         headers: Headers,
-        client: Client,
+        client: Recipient,
     ) -> None:
         self._gateway = gateway
         self._endpoints = endpoints
@@ -99,11 +97,15 @@ class GatewayCarriage:
         await self._gateway.hand_on(going, *pieces)
         await self._follow()
 
+    @property
+    def _workers(self) -> Sequence[WorkerInfo]:
+        assert self._life.model is not None
+        return self._life.model.workers
+
     async def _confine(self) -> None:
         """Exclude workers that the gateway cannot reach, or does not let be picked. Raises
         NoWorkers if none is left."""
-        admitted = self._life.admitted
-        workers = admitted.model.workers
+        life, workers = self._life, self._workers
         self._at = at = await self._endpoints.of(workers)
         first = self._gateway.first
         hint = messages.metadata_in(first, messages.SUBSET_HINT, messages.SUBSET)
@@ -118,7 +120,7 @@ class GatewayCarriage:
             self._at = at = {key: each for key, each in at.items() if each in allowed}
         if not at:
             raise NoWorkers("no worker is alive among those that the gateway may send it to")
-        request = admitted.request
+        request = life.asks
         request.local_only = True
         if len(at) < len(workers):
             others = (str(info.key) for info in workers if info.key not in at)
@@ -149,10 +151,10 @@ class GatewayCarriage:
     def _fallbacks(self, decision: Decision) -> list[str]:
         """Returns endpoints of some of the least loaded other workers that take the request."""
         life, chosen = self._life, decision.worker
-        view = life.admitted.model.router.fleet.last_view
+        view = life.router.fleet.last_view
         if view is None or len(self._at) < 2:
             return []
-        excluded = life.admitted.request.exclude
+        excluded = life.asks.exclude
 
         def may_be(info: WorkerInfo) -> bool:
             return (
@@ -200,7 +202,7 @@ class GatewayCarriage:
         answer = GatewayAnswer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
         is_over = headers.response_headers.end_of_stream
-        self._life.record.status = answer.status
+        self._life.status = answer.status
         if answer.is_refusal and not is_over:
             await self._refuse(answer)
             is_over = True
@@ -214,8 +216,8 @@ class GatewayCarriage:
 
     async def _begins(self, answer: GatewayAnswer, *, is_all: bool) -> None:
         if answer.in_events:
-            parser, most = answer.parser, self._outgoing.most_tokens(self._worker)
-            self._life.hears(lambda: (parser.num_said, usage_in(parser.tail, most, parser.start)))
+            self._life.parser = answer.parser
+            self._life.most_tokens = self._outgoing.most_tokens(self._worker)
         await self._client.start(answer.status, [])
         if is_all:
             return
@@ -278,7 +280,7 @@ class GatewayCarriage:
         else:
             outcome = "ok" if failure is None else "worker_failed"
         words = self._door.words.of(answer.error, self._outgoing.body) if outcome != "ok" else ""
-        life.record.error = words
+        life.error = words
         usage = None
         if outcome == "ok":
             most = self._outgoing.most_tokens(self._worker)
@@ -287,7 +289,7 @@ class GatewayCarriage:
             await life.answered()
         if failure is not None:
             await self._leave(failure, cause, words)
-            await life.evidence.judge(is_answered=False)
+            await life.judge(is_answered=False)
         life.end(outcome, ended_by="" if outcome == "ok" else "worker", usage=usage)
 
     def _failure_of(self, answer: GatewayAnswer) -> Failure | None:
@@ -303,9 +305,9 @@ class GatewayCarriage:
             return blame.wrong(blame.CUT) if is_cut else None
         if not answer.first and answer.status in (200, 404, 405):
             return None  # only a body says whose fault that is
-        return whole_answer.failure_of(
+        return blame.failure_of(
             *(answer.status, answer.headers, answer.first),
-            model=self._life.admitted.model.name,
+            model=self._life.model_name,
             path=self._path,
             is_all=False,
         )
@@ -316,7 +318,7 @@ class GatewayCarriage:
         served = messages.metadata_in(said, messages.LB, messages.SERVED)
         if not served or served == self._at[self._worker.key]:
             return
-        workers = self._life.admitted.model.workers
+        workers = self._workers
         there = [info for info in workers if self._at.get(info.key) == served]
         if not there:
             return
@@ -329,7 +331,7 @@ class GatewayCarriage:
                 self._worker = (await self._life.decide()).worker
 
     async def _leave(self, failure: Failure, cause: str, words: str) -> None:
-        if self._life.is_decided:
+        if self._life.held is not None:
             await self._life.worker_failed(failure, cause, words)
         else:  # it was moved to where no slot was free
-            await self._life.evidence.add(failure, [self._worker], None)
+            await self._life.against().add(failure, [self._worker], None)

@@ -63,6 +63,9 @@ class Exchange(Request):
     key_name: of the key that opened the server; "": none was needed. raw_headers: the last of each
     name. status: of the answer; 0: none has begun."""
 
+    stalled_s = STALLED_S
+    """How long the client may take nothing."""
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         self.about: Headers = ()
@@ -72,10 +75,6 @@ class Exchange(Request):
         self.has_ended = False
         self._answer_headers: Headers = ()
         self._watched: watched | None = None
-
-    @property
-    def stalled_s(self) -> float:
-        return STALLED_S
 
     @property
     def holder(self) -> str:

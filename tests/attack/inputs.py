@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 from urllib.parse import quote
 
-from app.door.members import ONLY_ROUTERS
+from app.door.forwarding import ONLY_ROUTERS
 from tests.attack.bodies import COMPLETION, door_schemas, drawn, valid_body
 from tests.attack.costly import costly
 from tests.attack.hostile_bodies import hostile_bodies

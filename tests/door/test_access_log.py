@@ -11,9 +11,9 @@ import orjson
 import pytest
 from aiohttp import web
 
-from app.door import access_log
-from app.door.access_log import FIELDS, LINE_FIELDS, AccessLog
 from app.door.record import RequestRecord
+from app.door.told import access_log
+from app.door.told.access_log import FIELDS, LINE_FIELDS, AccessLog
 from app.edge.errors import ERRORS, reason_of
 from app.output import OUT
 from tests.door.conftest import completing, models, registered, replica, until_serving
@@ -276,7 +276,7 @@ def test_lines_of_refused_requests_are_few_and_say_how_many_were_left_out(capsys
     def ended(outcome, times):
         for _ in range(times):
             record = RequestRecord(PATH, status=401)
-            record.end(outcome, ended_by="router")
+            record.close(outcome, ended_by="router")
             log.ended(record)
         return lines(capsys)
 

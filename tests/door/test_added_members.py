@@ -6,8 +6,9 @@ import orjson
 import pytest
 from aiohttp import web
 
+from app.core.settings.router import RouterSettings
 from app.core.types import Incarnation
-from app.door.door import Door, Patience
+from app.edge.app import create_app
 from tests.door.conftest import completing, replica, until_serving
 
 QWEN = str(Path(__file__).parents[1] / "data/door/qwen")
@@ -80,7 +81,7 @@ async def test_what_the_client_says_itself_is_refused_once(redis, one_redis_serv
 
 def test_of_engines_that_refuse_members_the_latest_are_remembered(monkeypatch):
     monkeypatch.setattr("app.door.door.MAX_REFUSING", 2)
-    door = Door(None, Patience(1.0, 1.0, 1.0), 30.0)
+    door = create_app(RouterSettings()).replica.door
     for engine in (1, 2, 3):
         door.note_refused("default", Incarnation(engine), frozenset({"prompt"}))
     left = [engine for engine in (1, 2, 3) if door.refused_by("default", Incarnation(engine))]

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from app.door import alarm
-from app.door.alarm import MIN_ANSWERS, REMEMBERED_ANSWERS, Alarm
+from app.door.told import alarm
+from app.door.told.alarm import MIN_ANSWERS, REMEMBERED_ANSWERS, Alarm
 
 
 def test_small_differences_are_nothing_to_tell():

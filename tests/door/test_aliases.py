@@ -7,7 +7,7 @@ from app.core.settings.kinds import parse_aliases
 from app.core.settings.router import RouterSettings
 from app.door.asked import RERANKS, SCORES
 from app.edge.app import create_app
-from app.edge.live import LiveSettings
+from app.edge.reload import LiveSettings
 from tests.door.conftest import completing, models, replica
 from tests.eventually import eventually
 

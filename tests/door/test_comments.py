@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from app.door.upstream import MAX_WHOLE_BYTES
-from app.edge.comments import COMMENT
+from app.door.engine.upstream import MAX_WHOLE_BYTES
+from app.edge.client import COMMENT
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.door.waits import Deadlines
+from app.door.engine.waits import Deadlines
 
 
 async def test_each_wait_ends_by_its_own_deadline(monkeypatch):

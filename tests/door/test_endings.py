@@ -8,9 +8,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from app.door import whole_answer
-from app.door.opening import Opening
-from app.door.stream import Stream
+from app.door import blame
+from app.door.answer.stream import Opening, Stream
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_answers import counted
 from tests.eventually import eventually
@@ -212,7 +211,7 @@ async def test_a_whole_answer_that_was_aborted_is_another_workers(redis, one_red
 def failure_in(**fields):
     body = orjson.dumps(fields)
     headers = [(b"content-type", b"application/json")]
-    return whole_answer.failure_of(200, headers, body, model="m", path="/x", is_all=True)
+    return blame.failure_of(200, headers, body, model="m", path="/x", is_all=True)
 
 
 def test_the_reasons_of_whole_answers():

@@ -8,8 +8,14 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from app.door import engine_tokens
-from app.door.engine_tokens import ANSWER_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_ASKED, Late
+from app.door.prompts import engine_tokens
+from app.door.prompts.engine_tokens import (
+    ANSWER_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MOST_ASKED,
+    Late,
+)
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.eventually import eventually
 from tests.fakes.engine import FakeEngine

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.door.engine_words import MAX_SAID_BYTES, MAX_WORDS, EngineWords
+from app.door.engine.words import MAX_SAID_BYTES, MAX_WORDS, EngineWords
 from app.http.json_body import JsonBody
 
 SECRET = "My password is hunter2 — please »tell« nobody\nat all"

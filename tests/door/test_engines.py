@@ -2,8 +2,7 @@
 
 import pytest
 
-from app.door.asked import Api
-from app.door.engines import ids_field
+from app.door.asked import Api, ids_field
 
 
 @pytest.mark.parametrize(

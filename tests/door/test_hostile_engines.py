@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from app.door import engine_tokens, upstream
+from app.door.engine import upstream
+from app.door.prompts import engine_tokens
 from tests.attack.attack import answering, attack_from
 from tests.attack.engine import hostile_worker, num_asked
 from tests.door.conftest import replica, until_serving

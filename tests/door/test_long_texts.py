@@ -5,7 +5,7 @@ import threading
 import pytest
 from aiohttp import web
 
-from app.door import prompts
+from app.door.prompts import rendering
 from tests.door.conftest import completing, replica, until_serving
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually
@@ -69,7 +69,7 @@ OF_RESPONSES = {"input": [{"role": "user", "content": LONG}]}
 async def test_a_large_body_of_another_dialect_becomes_a_chat_in_a_thread(
     one_redis_server, redis, monkeypatch, path, body, converts
 ):
-    here, convert = threading.get_ident(), getattr(prompts, converts)
+    here, convert = threading.get_ident(), getattr(rendering, converts)
     seen = []
 
     def noted(*args):
@@ -79,7 +79,7 @@ async def test_a_large_body_of_another_dialect_becomes_a_chat_in_a_thread(
     async def complete(_):
         return web.json_response({"output": [], "content": []})
 
-    monkeypatch.setattr(prompts, converts, noted)
+    monkeypatch.setattr(rendering, converts, noted)
     about = {"tokenizer": str(LLAMA), "engine": "vllm 0.32.0"}
     async with (
         completing(redis, "a", complete, path=path, **about),

@@ -10,13 +10,14 @@ import orjson
 import pytest
 from aiohttp import web
 
-from app.door import asked, migration
+from app.door import asked
+from app.door.answer import migration
+from app.door.answer.events import usage_in
+from app.door.answer.migration import Migrating, can_migrate
 from app.door.asked import Api
 from app.door.forwarding import Outgoing
-from app.door.migration import Migrating, can_migrate
-from app.door.prompts import PromptIds
+from app.door.prompts.prompts import PromptIds
 from app.door.record import Usage
-from app.door.stream import usage_in
 from app.http.json_body import JsonBody
 from tests.door.conftest import MODEL, completing, replica, until_serving, worker, worker_here
 from tests.door.test_answers import chat, counted, events

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.door.opening import MAX_BYTES, MAX_EVENTS, Opening
+from app.door.answer.stream import MAX_BYTES, MAX_EVENTS, Opening
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 CHUNK = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'

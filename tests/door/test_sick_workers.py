@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from app.core.errors import NoWorkers
-from app.door.after_failure import TRIES
+from app.door.evidence import TRIES
 from app.door.lifecycle import Lifecycle
 from app.local.redis_server import free_port
 from app.policy.cost import POLICIES

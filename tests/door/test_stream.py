@@ -2,9 +2,10 @@
 
 import pytest
 
-from app.door import stream as stream_module
+from app.door.answer import events as events_module
+from app.door.answer.events import Events, usage_in
+from app.door.answer.stream import Stream, Whole
 from app.door.record import Usage
-from app.door.stream import Events, Stream, Whole, usage_in
 
 CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
 IN_PROGRESS = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
@@ -101,7 +102,7 @@ def test_each_piece_of_a_long_event_is_looked_through_once(monkeypatch):
             looked_at += len(self) - begin
             return super().rfind(mark, begin)
 
-    monkeypatch.setattr(stream_module, "bytearray", Held, raising=False)
+    monkeypatch.setattr(events_module, "bytearray", Held, raising=False)
     events = Events(8 * 2**20)
     piece = b"x" * 65536
     passed = sum(len(events.whole(piece)) for _ in range(1000))

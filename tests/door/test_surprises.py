@@ -1,10 +1,10 @@
 """What runs beside the requests of a router fails as nobody foresaw."""
 
 from app.console.sampler import Sampler
-from app.door.missing import MissingWorkers
+from app.door.engine.signs import MissingWorkers
 from app.door.models import Models
 from app.door.transfer.kv_lease import KvLeases
-from app.edge.watched_files import WatchedFiles
+from app.edge.reload import WatchedFiles
 from app.http import supervisor
 from app.router.decider import Decider
 from app.router.history import History
@@ -24,7 +24,7 @@ TASKS = {
     "missing_workers": (MissingWorkers, "run"),
     "kv_leases": (KvLeases, "run"),
     "directory": (Routers, "_follow_directory"),
-    "models": (Models, "_follow_workers"),
+    "models": (Models, "run"),
     "turns": (Waiting, "next_turns"),
     "decisions": (Decider, "_decide_next"),
     "predictions": (History, "_write_forever"),

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from app.door import tries
+from app.door import carriage
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info
@@ -63,7 +63,7 @@ async def test_a_whole_answer_that_takes_too_long_is_504_and_blames_nobody(one_r
 async def test_a_stream_that_says_nothing_for_longer_than_predicted_goes_to_another_worker(
     one_redis_server, redis, monkeypatch
 ):
-    monkeypatch.setattr(tries, "FIRST_TOKEN_S", 0.3)
+    monkeypatch.setattr(carriage, "FIRST_TOKEN_S", 0.3)
     async with (
         fake_engine() as one,
         fake_engine() as other,

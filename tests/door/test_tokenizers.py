@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from app.door import prompts, tokenizers
-from app.door.tokenizers import Tokenizers
+from app.door.prompts import prompts, tokenizers
+from app.door.prompts.tokenizers import Tokenizers
 from app.tokens import load
 from tests.door.conftest import completing, models, replica
 from tests.door.test_answers import LLAMA, counted

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from app.core.errors import ConfigError
-from app.door.tracing import Tracing, provider_named, provider_of
+from app.door.told.tracing import Tracing, provider_named, provider_of
 from tests.door.conftest import completing, replica, until_serving
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 import pytest
 from aiohttp import web
 
-from app.door import upstream
+from app.door.engine import upstream
 from app.local.redis_server import free_port
 from tests.attack.engine import hostile_worker
 from tests.door.conftest import completing, registered, replica, until_serving

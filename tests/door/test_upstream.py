@@ -10,15 +10,15 @@ from socket import SO_LINGER, SOL_SOCKET
 import pytest
 import trustme
 
-from app.door import upstream as upstream_module
-from app.door.connection import (
+from app.door.engine import upstream as upstream_module
+from app.door.engine.connection import (
     MAX_FRAMING_BYTES,
     ConnectFailed,
     NoAnswer,
     UpstreamBroken,
     UpstreamError,
 )
-from app.door.upstream import Upstream
+from app.door.engine.upstream import Upstream
 from app.local.redis_server import free_port
 from tests.eventually import eventually
 

@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from app.door import blame, whole_answer
-from app.door.whole_answer import MAX_PARSED_BYTES
+from app.door import blame
+from app.door.blame import MAX_PARSED_BYTES
 
 JSON = "application/json"
 CHAT, EMBEDDINGS, RERANK = "/v1/chat/completions", "/v1/embeddings", "/rerank"
@@ -12,7 +12,7 @@ CHAT, EMBEDDINGS, RERANK = "/v1/chat/completions", "/v1/embeddings", "/rerank"
 
 def failure_in(body, kind=JSON, path=RERANK, status=200, *, is_all=True):
     headers = [(b"content-type", kind.encode())] if kind else []
-    return whole_answer.failure_of(status, headers, body, model="m", path=path, is_all=is_all)
+    return blame.failure_of(status, headers, body, model="m", path=path, is_all=is_all)
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_a_status_that_is_of_no_answer_and_no_error(status):
     ],
 )
 def test_the_status_that_an_error_should_have_had(body, status):
-    assert whole_answer.status_of(body) == status
+    assert blame.status_of(body) == status

@@ -1,7 +1,7 @@
 import orjson
 import pytest
 
-from app.edge.engine_errors import told
+from app.edge.errors import told
 from tests.fake_worker import worker_info
 
 WORKER = worker_info("w")

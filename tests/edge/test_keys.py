@@ -8,8 +8,8 @@ import pytest
 
 from app.core.errors import ConfigError, Unauthorized
 from app.core.key_rules import Rate
-from app.edge import watched_files
-from app.edge.watched_files import WatchedFiles
+from app.edge import reload
+from app.edge.reload import WatchedFiles
 from app.http.keys import Keys, check_open
 from tests.e2e.engines import Process
 from tests.eventually import eventually
@@ -39,7 +39,7 @@ async def test_two_keys_in_one_request_are_refused(one_redis_server, replica, he
 async def test_a_file_of_keys_is_read_again_when_it_changes(
     one_redis_server, replica, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(reload, "LOOK_EVERY_S", 0.01)
     file = tmp_path / "keys"
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file), api_key="own") as client:
@@ -126,12 +126,12 @@ def test_a_file_that_is_written_anew_is_seen_whatever_its_time_says(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one first\n")
     os.utime(file, (0, 0))
-    before = watched_files.stamp_of(str(file))
+    before = reload.stamp_of(str(file))
 
     def seen():
         file.write_text("one other\n")
         os.utime(file, (0, 0))
-        return watched_files.stamp_of(str(file)) != before
+        return reload.stamp_of(str(file)) != before
 
     # A file system may count time in steps.
     assert any(seen() for _ in range(10_000))
@@ -182,11 +182,11 @@ def test_keys_that_are_asked_for_are_asked_for_until_the_next_start():
 async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
     one_redis_server, replica, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(watched_files, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(reload, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(reload, "SETTLED_S", 3600.0)
     looks = []
 
-    class CountingLooks(watched_files.WholeFiles):
+    class CountingLooks(reload.WholeFiles):
         def is_whole(self, path):
             looks.append(super().is_whole(path))
             return looks[-1]
@@ -199,7 +199,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
 
         await eventually(since, lambda found: found.count(False) >= 3)
 
-    monkeypatch.setattr(watched_files, "WholeFiles", CountingLooks)
+    monkeypatch.setattr(reload, "WholeFiles", CountingLooks)
     file = tmp_path / "keys"
     file.write_text("one first\n")
     async with replica(one_redis_server.url, api_key_file=str(file)) as client:
@@ -216,7 +216,7 @@ async def test_a_key_cut_off_counts_once_its_file_has_been_the_same_for_a_while(
         file.write_text("three third")
         await looked_at_again()
         assert [await opened(key) for key in ("second", "third")] == [True, False]
-        monkeypatch.setattr(watched_files, "SETTLED_S", 0.0)
+        monkeypatch.setattr(reload, "SETTLED_S", 0.0)
         await eventually(lambda: opened("third"))
 
 

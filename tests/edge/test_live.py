@@ -10,9 +10,9 @@ import pytest
 
 from app.core.errors import ConfigError, Unauthorized
 from app.core.settings.router import RouterSettings
-from app.edge import watched_files
+from app.edge import reload
 from app.edge.app import create_app
-from app.edge.live import LIVE, LiveSettings
+from app.edge.reload import LIVE, LiveSettings
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 
@@ -43,7 +43,7 @@ def test_what_may_change_counts_at_once_and_the_rest_is_named(caplog):
 def test_settings_that_a_start_would_refuse_or_that_would_open_a_replica_leave_it_as_it_is(
     tmp_path, monkeypatch, host
 ):
-    monkeypatch.setattr(watched_files, "SETTLED_S", 3600.0)
+    monkeypatch.setattr(reload, "SETTLED_S", 3600.0)
     settings = RouterSettings(host=host, api_key="k")
     replica = create_app(settings).replica
     without_keys = tmp_path / "keys"

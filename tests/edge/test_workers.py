@@ -12,7 +12,7 @@ from app.core.worker_report import (
     ForwardPassMetrics,
     GpuReadings,
 )
-from app.edge.health import KEPT_S
+from app.edge.operators import KEPT_S
 from app.router.router import Router
 from app.state.connect import connect
 from tests.eventually import eventually

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from app.door.stream import usage_in
+from app.door.answer.events import usage_in
 from tests.door.conftest import replica, until_serving
 from tests.door.test_answers import counted, events
 from tests.e2e.engines import agent

@@ -12,7 +12,7 @@ from aiohttp import web
 from app.core.hashing import compute_local_hashes, compute_sequence_hashes
 from app.core.keys import METRICS_MAXLEN
 from app.core.types import Tier
-from app.door.alarm import MIN_ANSWERS
+from app.door.told.alarm import MIN_ANSWERS
 from app.local.redis_server import free_port
 from app.ops import checks
 from app.state import index

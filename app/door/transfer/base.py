@@ -1,5 +1,5 @@
-"""What a protocol of transfers does: one worker computes a prompt, or hands on what it holds of it,
-for the one that decodes."""
+"""Protocols of transfers: one worker computes a prompt, or hands on what it holds, for the one that
+decodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from app.core.failures import Failure
 from app.core.fetches import Fetch
 from app.core.worker_report import WorkerInfo
 from app.door import blame
-from app.door.connection import EngineAnswer, UpstreamError
-from app.door.forwarding import Outgoing
-from app.door.members import Headers
+from app.door.engine.connection import EngineAnswer, UpstreamError
+from app.door.engine.upstream import Upstream
+from app.door.forwarding import Headers, Outgoing
 from app.door.transfer.kv_lease import KvLease
 from app.door.transfer.params import BadParams, Params
-from app.door.upstream import Upstream
 from app.policy.transfer import TransferKind
 from app.router.router import Router
 
@@ -42,11 +41,9 @@ class RefusedWithSource(UpstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a protocol makes of one request: as it stands, nothing is transferred.
-
-    params: tell the target where to fetch. members: of the body of both, if they work at once.
-    lease: on what is to be fetched; None: what is not there any more is not fetched.
-    """
+    """Result of a protocol for one request; by default nothing is transferred. params: tell the
+    target where to fetch. members: of both bodies, if both workers work at once. lease: on what is
+    fetched; None if what has gone is not fetched."""
 
     params: Mapping[str, Any] = field(default_factory=dict)
     members: Mapping[str, Any] = field(default_factory=dict)
@@ -63,11 +60,10 @@ NO_TRANSFER = Transfer()
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """What the source of a decision is sent, and how long it may take.
+    """Request to the source of a decision, and how long it may take.
 
     fetch: what Redis knows of it; None: nothing. watch: raises UpstreamBroken within it once the
-    source is gone. on_computed: to be called when the source has done all that it does for this
-    request.
+    source is gone. on_computed: called when the source has done all that it does for this request.
     """
 
     kind: TransferKind
@@ -89,11 +85,9 @@ class SourceCall:
         body: bytes,
         params_in: Callable[[bytes, WorkerInfo], Params | None],
     ) -> Params | None:
-        """What tells the target where to fetch; None: the source hands nothing on. What it refuses,
-        the target refuses as well, and tells the client.
-
-        params_in: reads its answer. Raises SourceFailed.
-        """
+        """Returns what tells the target where to fetch; None if the source hands nothing on: what
+        it refuses, the target refuses as well, and tells the client. params_in: reads its answer.
+        Raises SourceFailed."""
         try:
             with self.watch():
                 answer = await self.send(upstream, body)
@@ -129,7 +123,7 @@ class SourceCall:
 
 
 class TransferProtocol(Protocol):
-    """Between the engines of one `kv_transfer`."""
+    """Protocol between the engines of one `kv_transfer`."""
 
     async def begin(self, call: SourceCall) -> Transfer:
         """Have the source do what it does before the target is sent the request. Raises
@@ -137,7 +131,7 @@ class TransferProtocol(Protocol):
 
 
 def failed(error: UpstreamError) -> SourceFailed:
-    """As a source that broke off has."""
+    """Returns how a source failed that broke off."""
     failure = blame.of_break(error.cause, is_late=error.is_late, is_whole=False)
     return SourceFailed(str(error), failure)
 

@@ -22,9 +22,9 @@ from app.core.errors import KvrouteError
 from app.core.fetches import NIXL, Fetch
 from app.core.types import WorkerKey
 from app.core.worker_report import WorkerInfo
-from app.door.connection import UpstreamError
-from app.door.members import Headers
-from app.door.waits import Wait
+from app.door.engine.connection import UpstreamError
+from app.door.engine.waits import Wait
+from app.door.forwarding import Headers
 from app.policy.kv_lease import STALE_MS, LeaseBooks, are_kept, has_spoken
 from app.router.router import Router
 
@@ -36,31 +36,31 @@ SETTLED_S = 2.0
 """How long before its lease may end Redis is told of a fetch that is known to have been in time: by
 then most requests have told so themselves."""
 MARGIN_S = 0.5
-"""By which a target is given up before its lease may end, if nobody says when it does."""
+"""Seconds before its lease may end at which a target is given up, if nobody says when it does."""
 MAY_HOLD = "may hold KV that is not its prompt's"
 NOT_KNOWN = "took longer than its source's lease, and nobody says whether that had ended"
 NOT_BEGUN = "has not begun, and its source's lease may have ended"
 
 
 class LeaseEnded(UpstreamError):
-    """What was to be fetched may have been let go."""
+    """Blocks to be fetched may have been let go."""
 
     cause = "lease_ended"
 
 
 class TaintedTarget(UpstreamError):
-    """What the worker has fetched for others may be in its answer."""
+    """Blocks that the worker has fetched for others may be in its answer."""
 
     cause = "tainted"
 
 
 @dataclass(slots=True, eq=False)
 class KvLease:
-    """Of a target, on what its source keeps for it.
+    """A target's lease on what its source keeps for it.
 
     fetch: as Redis knows it; None: the source's engine counts nothing. streams: the target's answer
-    begins with its first token; else nobody sees that. until_s: how long it is for sure, by the
-    event loop's clock.
+    begins with its first token; else nobody sees that. until_s: until when the lease is sure, by
+    the event loop's clock.
     """
 
     router: Router
@@ -69,13 +69,13 @@ class KvLease:
     streams: bool
     until_s: float
     sent_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    """When its target was sent the request, or that this is given up."""
+    """Time at which the target was sent the request, or the wait for it was given up."""
     is_passed: bool = False
     """Whether the target has begun, in time, to answer what it was sent later."""
 
     @property
     def left_s(self) -> float:
-        """For how long it has not ended, whatever the source's engine says."""
+        """Seconds for which the lease has not ended, whatever the source's engine says."""
         return self.until_s - asyncio.get_running_loop().time()
 
     @property
@@ -93,14 +93,6 @@ class KvLease:
         return self.has_ended if self.streams or self.fetch is None else False
 
 
-class _Watch(Wait):
-    __slots__ = ("lease",)
-
-    def __init__(self, lease: KvLease, open_waits: set[_Watch]) -> None:
-        super().__init__(open_waits, _not_begun)
-        self.lease = lease
-
-
 def _not_begun() -> LeaseEnded:
     return LeaseEnded(NOT_BEGUN)
 
@@ -113,14 +105,15 @@ class KvLeases:
 
     def __init__(self, nudge: Callable[[WorkerInfo, Headers], Awaitable[None]]) -> None:
         self._nudge = nudge
-        self._open: set[_Watch] = set()
+        self._open: set[Wait[KvLease]] = set()
         self._sent: defaultdict[WorkerKey, set[KvLease]] = defaultdict(set)
-        """What targets were sent that they have not answered in time yet."""
+        """Leases that targets have not answered in time yet."""
 
-    def watched(self, lease: KvLease) -> Wait:
-        """Within it, a request waits for its target to begin. Raises LeaseEnded."""
+    def watched(self, lease: KvLease) -> Wait[KvLease]:
+        """Returns a context manager around the wait for a target to begin. Raises LeaseEnded within
+        it."""
         self._sent[lease.target.key].add(lease)
-        return _Watch(lease, self._open)
+        return Wait(self._open, _not_begun, lease)
 
     async def confirm(
         self,
@@ -130,8 +123,8 @@ class KvLeases:
         sent_s: float,
         headers: Headers,
     ) -> None:
-        """Of an answer that begins now: returns once it is sure that its target has fetched nothing
-        late, for this request or another.
+        """Returns once it is sure that a target, whose answer begins now, has fetched nothing late,
+        for this request or another.
 
         sent_s: when the request was sent, by the event loop's clock. headers: for engines. Raises
         LeaseEnded, TaintedTarget.
@@ -166,8 +159,8 @@ class KvLeases:
         await _settle(router, over)
 
     async def _ended(self, router: Router, target: WorkerInfo, by_ms: int) -> dict[str, Fetch]:
-        """What the target may have begun to fetch late by then, by attempt, as far as Redis can be
-        asked."""
+        """Returns, by attempt, what the target may have begun to fetch late by then, as far as
+        Redis can be asked."""
         if not router.fleet.knows_fetches(by_ms):
             with suppress(KvrouteError):
                 await router.refresh()
@@ -212,7 +205,7 @@ class KvLeases:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for watch in list(self._open):
-                if watch.lease.is_lost:
+                if watch.about.is_lost:
                     watch.end()
             passed: defaultdict[Router, list[str]] = defaultdict(list)
             for target, some in list(self._sent.items()):

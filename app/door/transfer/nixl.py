@@ -15,8 +15,9 @@ from contextlib import suppress
 import orjson
 
 from app.core.worker_report import WorkerInfo
-from app.door.connection import UpstreamError
-from app.door.members import Headers
+from app.door.engine.connection import UpstreamError
+from app.door.engine.upstream import Upstream
+from app.door.forwarding import Headers
 from app.door.transfer.base import (
     NO_TRANSFER,
     TOOK_TOO_LONG,
@@ -35,7 +36,6 @@ from app.door.transfer.params import (
     is_text,
     params_in,
 )
-from app.door.upstream import Upstream
 from app.policy.kv_lease import kept_s
 
 ASKED: Mapping[str, object] = {
@@ -57,7 +57,6 @@ _NEEDED: Checks = COMMON | {
 
 
 def nixl_params(body: bytes, source: WorkerInfo) -> Params | None:
-    """As params.params_in."""
     return params_in(body, source, _NEEDED)
 
 

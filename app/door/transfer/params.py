@@ -1,7 +1,8 @@
-"""What a source answers of where a prompt's KV lies, looked at before the target is told of it.
+"""Checks of a source's answer, which says where a prompt's KV lies, before the target is told of
+it.
 
-The target connects to the host and port in it, so they are the source's own. Whatever else is
-wrong with it would be refused there as a fault of the client's, or never come to an end.
+The target connects to the host and port in it, so they are the source's own. Whatever else is wrong
+with it would be refused there as a fault of the client's, or never come to an end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import orjson
 
 from app.core.errors import shown
 from app.core.worker_report import WorkerInfo
-from app.door.engines import TRANSFER
+from app.door.asked import TRANSFER
 
 MAX_TEXT = 255
 MAX_NUMBER = 2**53
@@ -24,7 +25,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Params = dict[str, Any]
 Checks = dict[str, tuple[Callable[[object], bool], str]]
-"""For each member that is needed: whether it is right, and what it should be."""
+"""Check of each needed member, and what it should be."""
 
 
 class BadParams(ValueError):
@@ -32,13 +33,13 @@ class BadParams(ValueError):
 
 
 def hosts_of(source: WorkerInfo) -> frozenset[str]:
-    """Where its KV may lie, as far as it has registered."""
+    """Returns the hosts at which a source's KV may lie, as it has registered."""
     hosts = {urlsplit(source.address).hostname or "", *source.kv_hosts} - {""}
     return frozenset(hosts | LOOPBACK if hosts & LOOPBACK else hosts)
 
 
 def params_in(body: bytes, source: WorkerInfo, needed: Checks) -> Params | None:
-    """What its answer says; None: it hands nothing on. Raises BadParams."""
+    """Returns the params in a source's answer; None if it hands nothing on. Raises BadParams."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -107,4 +108,4 @@ COMMON: Checks = {
     "remote_request_id": (is_text, "a short text"),
     "remote_num_tokens": (is_count, "a number of tokens"),
 }
-"""Of what both vLLM's engines and ours say."""
+"""Checks of what both vLLM's engines and ours say."""

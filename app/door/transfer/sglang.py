@@ -19,10 +19,10 @@ import orjson
 
 from app.core.types import new_id
 from app.core.worker_report import WorkerInfo
-from app.door.connection import EngineAnswer, UpstreamError
-from app.door.members import Headers
+from app.door.engine.connection import EngineAnswer, UpstreamError
+from app.door.engine.upstream import Upstream
+from app.door.forwarding import Headers
 from app.door.transfer.base import SourceCall, Transfer, failed
-from app.door.upstream import Upstream
 
 ABORT_S = 2.0
 
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 ROOM_BITS = 62
-"""Of the number of a room, which has 63. SGLang gives the sequences of one request, as with `n` or
-several prompts, the rooms from that number on; from a list of rooms it would give those of `n` the
-same one (io_struct.py, 0.5.23)."""
+"""Bits of a room's number, which has 63. SGLang gives the sequences of one request the rooms from
+that number on; from a list of rooms it would give those of `n` the same one (io_struct.py,
+0.5.23)."""
 
 
 class Sglang:
@@ -41,7 +41,7 @@ class Sglang:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._tasks: set[asyncio.Future[Any]] = set()
-        """What goes on once a target has answered, or has not."""
+        """Work that goes on once a target has answered, or has not."""
 
     async def begin(self, call: SourceCall) -> Transfer:
         members = {

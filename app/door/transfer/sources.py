@@ -8,17 +8,16 @@ from typing import Any
 from app.core.fetches import NIXL
 from app.core.worker_report import WorkerInfo
 from app.door.asked import AnswerRequest, Api
-from app.door.prompts import PromptIds
+from app.door.engine.upstream import Upstream
+from app.door.prompts.prompts import PromptIds
 from app.door.transfer.base import NO_TRANSFER, SourceCall, Transfer, TransferProtocol
 from app.door.transfer.nixl import Nixl
 from app.door.transfer.params import COMMON, Params, params_in
 from app.door.transfer.sglang import Sglang
-from app.door.upstream import Upstream
 from app.policy.transfer import OWN_TRANSFER, TOGETHER, TransferKind
 
 
 def own_params(body: bytes, source: WorkerInfo) -> Params | None:
-    """As params.params_in."""
     return params_in(body, source, COMMON)
 
 
@@ -52,7 +51,7 @@ def may_have_source(asked: AnswerRequest, fields: Mapping[str, Any], ids: Prompt
 
 
 class Sources:
-    """Those of all protocols."""
+    """Protocols by their names."""
 
     def __init__(self, upstream: Upstream, kv_lease_s: float) -> None:
         self._protocols: dict[str, TransferProtocol] = {
@@ -62,7 +61,7 @@ class Sources:
         }
 
     async def begin(self, call: SourceCall) -> Transfer:
-        """As TransferProtocol.begin."""
+        """Has a source do its part, by its protocol. Raises SourceFailed."""
         protocol = self._protocols.get(call.source.kv_transfer)
         if protocol is None:
             call.on_computed()

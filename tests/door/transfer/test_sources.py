@@ -72,7 +72,8 @@ async def pair(redis, url, source, target, *, registered_s=0.0, **settings):
         for name, engine, role in (("p", source, Role.PREFILL), ("d", target, Role.DECODE)):
             worker = completing(redis, name, engine.complete, "vllm 0.32.0", role=role, **about)
             await opened.enter_async_context(worker)
-        door = replica(url, policy="least_loaded", **settings)
+        # These engines know no streams.
+        door = replica(url, policy="least_loaded", comment_every_s=0.0, **settings)
         client = await opened.enter_async_context(door)
         await until_serving(client, 2)
         yield client

@@ -1,4 +1,4 @@
-"""What engines say is wrong, in whichever form they say it. No I/O."""
+"""Words in which engines say what is wrong, in whichever form. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 from app.core.errors import cut, printable, without_values
 from app.core.pace import Pace
-from app.door.stream import events_in, fields_of, tells_error
+from app.door.answer.events import events_in, fields_of, tells_error
 from app.http.json_body import JsonBody
 
 MAX_WORDS = 200
@@ -30,7 +30,7 @@ _LOCATION = re.compile(r"'loc': [(\[]([^)\]]*)")
 _SAYS = re.compile(r"'msg': (?:'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\")")
 _NAME = re.compile(r"'([^']*)'")
 _INPUT = re.compile(r"""(?s)['"]?\binput['"]?\s*[:=].*""")
-"""As pydantic repeats what was sent."""
+"""Matches what pydantic repeats of a request."""
 _IDS = re.compile(r"\d+(?:\s*,\s*\d+){3,}(?:\s*,?\s*\.\.\.)?")
 _WORD = re.compile(r"\S+")
 
@@ -44,7 +44,7 @@ class Cause(NamedTuple):
 
 
 def cause_in(body: bytes) -> Cause | None:
-    """What is wrong, by the body of an answer; None: it says that in no known form."""
+    """Returns what the body of an answer says is wrong; None if it has no known form."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -75,7 +75,6 @@ def _text(value: Any) -> str | None:
 
 
 def _plain(message: str) -> Cause:
-    """Of a message that lists what is invalid as FastAPI does, the first."""
     return _invalid(message) if _LOCATION.search(message) else Cause(message)
 
 
@@ -88,12 +87,10 @@ def _invalid(listed: str) -> Cause:
 
 
 class EngineWords:
-    """What engines said, as logs may have it: a line, and nothing of the request that they said it
-    of.
+    """Engines' words as logs may have them: a line, with nothing of the request in it.
 
-    To look for what they repeat takes a millisecond for each MiB of a request. What was found to
-    repeat nothing is known when it is said again, of whatever request; past MAX_COMPARED a second,
-    what is said for the first time is left out.
+    To look for what they repeat takes a millisecond for each MiB of a request. Words that were
+    found to repeat nothing are kept; past MAX_COMPARED a second, new ones are left out.
     """
 
     def __init__(self) -> None:
@@ -133,7 +130,6 @@ def _text_of(said: bytes) -> str:
 
 
 def _values(asked: JsonBody) -> bytes:
-    """What a request says, but for the name of its model."""
     return b"\n".join(bytes(value) for name, value in asked.members.items() if name != "model")
 
 

@@ -8,10 +8,13 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields, replace
 from os import SEEK_END
 from pathlib import Path
 
 from app.core.errors import ConfigError
+from app.core.settings.router import RouterSettings
+from app.edge.services import Services, check
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +22,12 @@ LOOK_EVERY_S = 1.0
 SETTLED_S = 1.0
 """A file whose last line has no end has been written whole if it has been the same for so long."""
 LOOKS_AT_START = 40
-"""Within ten seconds, before a start is given up."""
+"""Looks within ten seconds, before a start is given up."""
 
 
 def stamp_of(path: str) -> Sequence[int]:
-    """What is different once a file has been written, or another one is in its place. Empty: there
-    is none, or it is a pipe, which can be read once only."""
+    """Returns numbers that change once a file is written, or another one takes its place; none if
+    there is no file, or a pipe, which can be read once only."""
     with suppress(OSError):
         seen = Path(path).stat()
         if path and stat.S_ISREG(seen.st_mode):
@@ -45,7 +48,7 @@ class WholeFiles:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Sequence[int], float]] = {}
-        """What a file without an end looks like, and since when, monotonic seconds."""
+        """Looks of a file without an end, and since when, monotonic seconds."""
 
     def is_whole(self, path: str) -> bool:
         """Whether its last line has an end, or it has been the same for SETTLED_S of looks. Else
@@ -94,8 +97,8 @@ class WatchedFiles:
         self._paths = paths
         self._take = take
         self._taken: list[Sequence[int]] = []
-        """What they looked like then. Whoever read them at the start looked a moment sooner than
-        `run` can: so those that are there are read once more."""
+        """Looks of the files as they were taken over. Whoever read them at the start looked a
+        moment sooner than `run` can, so those that are there are read once more."""
         self._asked = asyncio.Event()
 
     def look(self) -> None:
@@ -135,3 +138,44 @@ class WatchedFiles:
 
     def _stamps(self) -> list[Sequence[int]]:
         return [stamp_of(path) for path in self._paths()]
+
+
+LIVE = frozenset(
+    {
+        *("api_key", "api_key_file", "metrics_key", "log_level", "show_decision", "stalled_s"),
+        *("max_request_bytes", "max_prompt_tokens", "model_alias"),
+        "namespace_weights",
+    }
+)
+"""Settings that count from the next request on. All others count from the next start on."""
+
+
+class LiveSettings:
+    """Keeps the settings of a replica like those of its file.
+
+    path: of the file. read: what the settings would be, were the replica started now; raises
+    ConfigError.
+    """
+
+    def __init__(self, replica: Services, path: str, read: Callable[[], RouterSettings]) -> None:
+        self._replica = replica
+        self._path = path
+        self._read = read
+        self._settling = WholeFiles()
+
+    def reload(self) -> None:
+        """Read the file again. Raises ConfigError for what would be refused at a start, or would
+        open the replica, and then the settings stay as they are."""
+        old, new = self._replica.settings, self._read()
+        named = new.api_key_file
+        if named and named != old.api_key_file:
+            check_there(named)
+            if not self._settling.is_whole(named):
+                raise ConfigError(f"api_key_file {named}: is being written")
+        check(new)
+        changed = {f.name for f in fields(old) if getattr(new, f.name) != getattr(old, f.name)}
+        self._replica.adopt(replace(old, **{n: getattr(new, n) for n in changed & LIVE}))
+        for name in sorted(changed & LIVE):
+            log.info("%s: %s has changed", self._path, name)
+        for name in sorted(changed - LIVE):
+            log.warning("%s: %s has changed, and counts from the next start on", self._path, name)

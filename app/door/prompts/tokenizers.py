@@ -26,10 +26,10 @@ Stamp = tuple[tuple[str, int, int], ...]
 LOAD_S = 120.0
 """A folder may be on a file system that does not answer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
-"""Before what could not be loaded is tried again. Twice as long each time."""
+"""Seconds until what could not be loaded is tried again; twice as long each time."""
 FIRST_S = 2.0
-"""For which the first prompts of a model wait at most until its tokenizer has been loaded: as long
-as for ids from an engine. What they begin, others continue."""
+"""Seconds that the first prompts of a model wait at most for its tokenizer: as long as for ids from
+an engine."""
 NOT_LOADED = "not loaded yet"
 
 
@@ -57,7 +57,7 @@ class LoadedTokenizer:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Folder:
-    """What was loaded from a folder, and its files as they were then."""
+    """A renderer, and the files of its folder as they were when it was loaded."""
 
     renderer: Renderer
     stamp: Stamp
@@ -74,8 +74,8 @@ class Tokenizers:
         self._one_at_a_time = asyncio.Lock()
 
     def at(self, source: str) -> LoadedTokenizer:
-        """That of a folder, or of a name in the local Hugging Face cache. The first call for it has
-        it loaded, and so has one some time after a failure."""
+        """Returns the tokenizer of a folder, or of a name in the local Hugging Face cache. The
+        first call has it loaded, and so has one some time after a failure."""
         loaded = self._by_source.get(source)
         if loaded is None:
             loaded = self._by_source[source] = LoadedTokenizer()

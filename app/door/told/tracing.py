@@ -1,11 +1,10 @@
-"""One trace for each request, where OTEL_* variables name an exporter; else nothing but the
-caller's own trace context, passed on to the worker."""
+"""One trace for each request, where OTEL_* variables name an exporter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from app.core.errors import ConfigError
 from app.core.extras import extra
@@ -23,54 +22,6 @@ CONTEXT = (b"traceparent", b"tracestate")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SPOKEN = "http/protobuf"
-
-
-class Trace(Protocol):
-    """Of one request."""
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """Within it, that is done."""
-
-    def try_begins(self, worker: str) -> Headers:
-        """A worker is asked. Returns the headers that it is to get."""
-
-    def try_ends(self, error: str = "") -> None:
-        """Of the latest try, if it has not ended. error: why it failed."""
-
-    def first_token(self) -> None: ...
-
-    def end(self, record: RequestRecord) -> None: ...
-
-    def fail(self, error: BaseException) -> None:
-        """The request has ended before it was admitted."""
-
-
-class PassedOnTrace:
-    """Headers of trace context go on as they came."""
-
-    def __init__(self, headers: Mapping[bytes, bytes]) -> None:
-        self._headers = [(name, headers[name]) for name in CONTEXT if name in headers]
-
-    def span(self, _: str) -> AbstractContextManager[object]:
-        return _NOTHING
-
-    def try_begins(self, _: str) -> Headers:
-        return self._headers
-
-    def try_ends(self, _: str = "") -> None:
-        pass
-
-    def first_token(self) -> None:
-        pass
-
-    def end(self, _: RequestRecord) -> None:
-        pass
-
-    def fail(self, _: BaseException) -> None:
-        pass
-
-
-_NOTHING = nullcontext()
 
 
 class SpanTrace:
@@ -126,14 +77,15 @@ class SpanTrace:
     def end(self, record: RequestRecord) -> None:
         is_ok = record.outcome == "ok"
         self.try_ends("" if is_ok else record.outcome)
-        admitted, decision, usage = record.admitted, record.decision, record.usage
-        assert admitted is not None
+        decision, usage = record.decision, record.usage
+        assert record.model is not None
+        assert record.ids is not None
         attributes: dict[str, object] = {
-            "gen_ai.request.model": admitted.model.name,
+            "gen_ai.request.model": record.model_name,
             "http.response.status_code": record.status,
             "kvroute.request_id": record.request_id,
-            "kvroute.namespace": admitted.model.namespace,
-            "kvroute.tokens_from": admitted.tokens_from,
+            "kvroute.namespace": record.model.namespace,
+            "kvroute.tokens_from": record.ids.tokens_from,
             "kvroute.tries": record.tries,
             "kvroute.outcome": record.outcome,
         }
@@ -165,10 +117,9 @@ class Tracing:
         self._provider = provider
         self._tracer = None if provider is None else provider.get_tracer("kvroute")
 
-    def begin(self, api: str, headers: Mapping[bytes, bytes]) -> Trace:
-        if self._tracer is None:
-            return PassedOnTrace(headers)
-        return SpanTrace(self._tracer, api, headers)
+    def begin(self, api: str, headers: Mapping[bytes, bytes]) -> SpanTrace | None:
+        """Returns the trace of a request; None if traces are not recorded."""
+        return None if self._tracer is None else SpanTrace(self._tracer, api, headers)
 
     def close(self) -> None:
         """Send what is left. Takes until that is out, or the exporter gives it up."""
@@ -177,11 +128,9 @@ class Tracing:
 
 
 def provider_named(environment: Mapping[str, str]) -> TracerProvider | None:
-    """What exports spans as OTEL_* variables say; None: they name no exporter. Raises ConfigError,
-    and MissingPackage.
-
-    The SDK itself reads them: endpoint, headers, sampler, the service's name and the like.
-    """
+    """Returns what exports spans as OTEL_* variables say; None if they name no exporter. The SDK
+    reads endpoint, headers, sampler and the service's name itself. Raises ConfigError, and
+    MissingPackage."""
     chosen = environment.get("OTEL_TRACES_EXPORTER", "")
     is_named = chosen or any(environment.get(name) for name in _ENDPOINTS)
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or chosen == "none":

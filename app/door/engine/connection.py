@@ -11,16 +11,16 @@ from typing import Any
 import httptools
 
 from app.core.errors import KvrouteError
-from app.door.waits import Deadlines
+from app.door.engine.waits import Deadlines
 
 STALE_S = 0.05
 """A connection that the engine closed as too long idle ends as soon as it is used. Later, it is the
 request that ended it."""
 MAX_UNREAD_BYTES = 64 * 1024
-"""Of an answer; no more is taken from the connection until that is read."""
+"""Bytes of an answer that wait to be read; no more is taken from the connection meanwhile."""
 MAX_FRAMING_BYTES = 64 * 1024
-"""Of an answer's head, and of what else comes without a byte of its body: trailers, extensions of
-chunks, answers like 100 Continue."""
+"""Bytes that come without one of the body: head, trailers, extensions of chunks, answers like 100
+Continue."""
 _TOO_LONG = f"over {MAX_FRAMING_BYTES} bytes frame it"
 
 Headers = list[tuple[bytes, bytes]]
@@ -62,7 +62,6 @@ class EngineAnswer:
         self.headers: Headers = []
         """Names in lower case."""
         self.unread: list[bytes] = []
-        """What the connection has brought since it was read last."""
         self.unread_bytes = 0
         self._connection = connection
         self._has_ended = False
@@ -70,8 +69,8 @@ class EngineAnswer:
         self._changed: asyncio.Future[None] | None = None
 
     async def read(self, between_s: float | None = None) -> bytes:
-        """What has come since; b"" at the end. Raises UpstreamBroken. If it does, or is cancelled,
-        the engine stops."""
+        """Returns what has come since the last call; b"" at the end. Raises UpstreamBroken; then,
+        and when cancelled, the engine stops."""
         if not self.unread and not self._has_ended:
             try:
                 await self._until_changed(between_s)
@@ -107,7 +106,8 @@ class EngineAnswer:
     async def read_up_to(
         self, max_bytes: int, between_s: float | None = None
     ) -> tuple[bytes, bool]:
-        """Its body, and whether that is all; else more than `max_bytes` of it. As `read`."""
+        """Returns the body, and whether that is all; else more than `max_bytes` of it. Raises
+        UpstreamBroken."""
         pieces = []
         left = max_bytes
         while left >= 0 and (piece := await self.read(between_s)):
@@ -133,7 +133,7 @@ class EngineAnswer:
 
 @dataclass(slots=True)
 class Pulse:
-    """When the last piece of any answer came from an engine, monotonic seconds."""
+    """The time of the last piece of any answer from an engine, monotonic seconds."""
 
     at_s: float = float("-inf")
 
@@ -158,11 +158,11 @@ class Connection(asyncio.Protocol):
         self._answer: EngineAnswer | None = None
         self._begun: asyncio.Future[EngineAnswer] | None = None
         self._framing_bytes = 0
-        """That have come since the last of a body."""
+        """Bytes since the last one of a body."""
         self._headers: Headers = []
         self._is_kept = self._ends_with_connection = False
         self.pulse: Pulse | None = None
-        """To be told of the latest answer's pieces, if that is one of a request."""
+        """The pulse of the engine, if the latest answer is one of a request."""
 
     @property
     def is_open(self) -> bool:

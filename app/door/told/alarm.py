@@ -9,21 +9,22 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
-"""Of the prompt tokens. Blocks that are evicted between decision and prefill are below it."""
+"""Share of the prompt tokens that may be missing: blocks that are evicted between decision and
+prefill are fewer."""
 UNKNOWN = 0.1
-"""Of the cached tokens: if fewer than that were predicted, the index knows nothing of them. More is
-often cached than predicted: requests that come together find each other's blocks."""
+"""Share of the cached tokens: if fewer were predicted, the index knows nothing of them. More is
+often cached than predicted, as requests that come together find each other's blocks."""
 MIN_ANSWERS = 100
-"""That were compared before anything is said."""
+"""Answers that are compared before anything is said."""
 REMEMBERED_ANSWERS = 1000
-"""After so many, the older ones count half: what was put right is soon forgotten."""
+"""Answers after which older ones count half: what was put right is soon forgotten."""
 MAX_PAIRS = 10_000
-"""Of model and worker; the one heard of longest ago makes room."""
+"""Pairs of model and worker; the one heard of longest ago makes room."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of tokens, except answers. missing: predicted, but not cached."""
+    """Sums of tokens, and a number of answers. missing: predicted, but not cached."""
 
     answers: float = 0.0
     prompt: float = 0.0
@@ -78,7 +79,7 @@ class Alarm:
             log.warning("%s" if rings else "no more: %s", _said(model, worker, sums))
 
     def remarks(self) -> list[str]:
-        """What is wrong, a line for each worker of a model."""
+        """Returns a line for each worker of a model that rings."""
         return [
             _said(*pair, sums)
             for pair, sums in sorted(self._sums.items(), key=lambda item: item[0])

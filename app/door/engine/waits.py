@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableSet
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class Wait:
+class Wait(Generic[T]):
     """Context manager around an await, listed in `open_waits` while it is open. `end` cancels the
-    await, which then raises the error that `failure` returns."""
+    await, which then raises the error that `failure` returns. about: what the wait is for."""
 
-    __slots__ = ("_cancelling", "_failure", "_has_ended", "_open_waits", "_task")
+    __slots__ = ("_cancelling", "_failure", "_has_ended", "_open_waits", "_task", "about")
 
-    def __init__(self, open_waits: MutableSet[Any], failure: Callable[[], Exception]) -> None:
+    def __init__(
+        self, open_waits: set[Wait[T]], failure: Callable[[], Exception], about: T
+    ) -> None:
+        self.about = about
         self._open_waits = open_waits
         self._failure = failure
         self._has_ended = False
@@ -39,10 +44,8 @@ class Wait:
             raise self._failure() from None
 
 
-T = TypeVar("T")
-
 LATE_S = 0.005
-"""How much later than its deadline a wait may end. Those that end within it are looked for once."""
+"""Seconds by which a wait may end after its deadline; one look ends all within them."""
 
 
 class Deadlines:
@@ -57,8 +60,8 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     async def result(self, future: asyncio.Future[T], until_s: float) -> T:
-        """What the future is set to. Raises TimeoutError, as it does, if by `until_s`, of the event
-        loop's clock, it is not set. Only one may wait for it."""
+        """Returns what the future is set to. Only one may wait for it. Raises TimeoutError if it is
+        not set by `until_s`, of the event loop's clock."""
         self._until_s[future] = until_s
         if self._timer is None or until_s < self._timer.when() - LATE_S:
             self._set_timer(until_s)
@@ -76,7 +79,6 @@ class Deadlines:
         self._timer = asyncio.get_running_loop().call_at(at_s + LATE_S, self._look)
 
     def _look(self) -> None:
-        """End those whose time is over."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
         earliest_s = min(

@@ -10,7 +10,7 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from app.door.connection import (
+from app.door.engine.connection import (
     STALE_S,
     ConnectFailed,
     Connection,
@@ -19,7 +19,7 @@ from app.door.connection import (
     NoAnswer,
     Pulse,
 )
-from app.door.waits import Deadlines
+from app.door.engine.waits import Deadlines
 
 CONNECT_S = 5.0
 MAX_WHOLE_BYTES = 1024 * 1024
@@ -32,8 +32,7 @@ MAX_PULSES = 4096
 
 
 class _Place(NamedTuple):
-    """Where an engine is. begin: what comes behind the method, until the path; end: what comes
-    behind it, until the other headers."""
+    """The place of an engine. begin, end: of a request's head, around the path."""
 
     host: str
     port: int
@@ -141,7 +140,7 @@ class Upstream:
         return answer
 
     def heard_s(self, base_url: str) -> float:
-        """When the last piece of an answer to a request came from there, monotonic seconds."""
+        """Returns when the last piece of an answer came from there, monotonic seconds."""
         try:
             pulse = self._pulses.get(_place(base_url))
         except ValueError:
@@ -177,7 +176,6 @@ class Upstream:
         return connection
 
     def _kept(self, place: _Place) -> Connection | None:
-        """The one that was used last."""
         idle = self._idle.get(place)
         oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
         while idle:

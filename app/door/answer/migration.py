@@ -11,20 +11,19 @@ import orjson
 
 from app.core.worker_report import WorkerInfo
 from app.door import blame
-from app.door.asked import AnswerRequest, Api
-from app.door.endings import FAILURES
-from app.door.engines import ids_field, returns_ids
-from app.door.prompts import PromptIds
-from app.door.stream import (
+from app.door.answer.events import (
     DONE,
+    FAILURES,
     Events,
-    Stream,
     events_in,
     fields_of,
     reasons_in,
     tells_error,
     usage_in,
 )
+from app.door.answer.stream import Stream
+from app.door.asked import AnswerRequest, Api, ids_field, returns_ids
+from app.door.prompts.prompts import PromptIds
 
 _CONTINUABLE = frozenset(
     (
@@ -89,14 +88,14 @@ class Migrating:
         """The tokens whose text was passed on. A half character is not: engines that get one as the
         end of a prompt do not say its other half alone."""
         self.has_first_token = False
-        """Of the worker that says the rest."""
+        """Whether the worker that says the rest has begun."""
         self.is_finished = False
         """Whether the last token is among them."""
         self._broken = ""
         self._is_refused = False
         """Whether it said that the client is at fault."""
         self._untold: list[int] = []
-        """Those behind them."""
+        """The tokens behind `output`."""
         self._is_known = True
         self._thinks = False
         self._before = 0
@@ -146,7 +145,7 @@ class Migrating:
         self._broken = ""
 
     def passed(self, piece: bytes) -> bytes:
-        """What of the bytes so far is to be passed on now."""
+        """Returns what is to be passed on once `piece` has come."""
         text = self._events.whole(piece)
         if not text.endswith((b"\n\n", b"\n\r\n")):
             self._is_known = self._is_known and not text
@@ -159,11 +158,11 @@ class Migrating:
         return self._stream.passed(events)
 
     def rest(self) -> bytes:
-        """What is left when the answer has ended."""
+        """Returns what is left when the answer has ended."""
         return self._stream.passed(self._events.rest()) + self._stream.rest()
 
     def ending(self) -> bytes:
-        """What a worker that failed after the last token left unsaid."""
+        """Returns the end of an answer whose worker failed after the last token."""
         if usage_in(self.tail) is not None:
             return _LAST
         num_output = len(self.output) + len(self._untold)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,28 +18,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.core.chains import trail_of
-from app.core.errors import InvalidRequest, RouterOverloaded, shown
+from app.core.errors import RouterOverloaded
 from app.core.hashing import Tokens
 from app.door.asked import PROMPTS, Api, given_ids, prompt_sizes
-from app.door.engine_tokens import EngineTokens
-from app.door.engines import ids_field
+from app.door.engine.upstream import Upstream
 from app.door.errors import ContextTooLong, NotTokenized
-from app.door.models import Model
-from app.door.tokenizers import NOT_LOADED, LoadedTokenizer, Tokenizers
-from app.door.upstream import Upstream
-from app.http.json_body import Fields, dumps
+from app.door.model import Model
+from app.door.prompts.engine_tokens import EngineTokens
+from app.door.prompts.rendering import (
+    LEFT_TO_THE_ENGINE,
+    MEDIA,
+    TEXTS,
+    converted,
+    question,
+    render,
+    trail,
+)
+from app.door.prompts.tokenizers import NOT_LOADED, LoadedTokenizer, Tokenizers
+from app.http.json_body import Fields
 from app.http.supervisor import Beside
 from app.tokens import (
     Overloaded,
     Renderer,
     TooManyTokens,
     Unrenderable,
-    chat_of_messages,
-    chat_of_response,
-    variables_of,
 )
-from app.tokens.encoder import Ids
 from app.tokens.media import CHARACTERS_PER_TOKEN, Media, MediaTokens, media_in
 
 log = logging.getLogger(__name__)
@@ -47,20 +50,15 @@ log = logging.getLogger(__name__)
 COMPARED = 1000
 """One in so many prompts rendered here is compared with an engine's, besides the first."""
 MAX_COMPARING = 4
-"""At once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
-"""Before a model is compared again that is rendered in another way here. Twice as long each
+"""Seconds until a model is compared again that is rendered in another way here; twice as long each
 time."""
 MAX_SOURCES = 4
 """Places that workers of one model name, where its tokenizer is looked for."""
 UNUSED_S = 3600.0
-"""After which nothing is known any more of rendering a model's prompts."""
-MAX_ASKED_BYTES = 256 * 1024
-"""Of a prompt whose ids an engine is asked for: it tokenizes where it answers everybody."""
-MAX_CONVERTED_BYTES = 64 * 1024
-"""Of a body that becomes that of a chat within a few ms; of larger ones a thread makes it."""
+"""Seconds after which nothing is kept of rendering a model's prompts."""
 TEMPLATE_TOKENS = 256
-"""That a template puts around a chat at most, besides what stands in the body's own JSON."""
+"""Tokens that a template puts around a chat at most, besides those of the body's own JSON."""
 
 
 @dataclass(slots=True)
@@ -85,11 +83,11 @@ class PromptIds:
 
 @dataclass(slots=True)
 class _Rendering:
-    """What is known about rendering the prompts of one model here.
+    """State of rendering one model's prompts here.
 
-    model: of whose workers the renderer is. tokenizers: what was looked at for it. why_not: why
-    there is none. is_other: as the workers have another one. differs: how its ids differ from those
-    of an engine; "": they do not, as far as was seen; the next comparison is due at again_s.
+    model: of whose workers the renderer is. tokenizers: that were looked at. why_not: why there is
+    no renderer. is_other: workers have another one. differs: how ids differ from an engine's; "":
+    they do not, as far as was seen. again_s: when the next comparison is due.
     """
 
     model: Model | None = None
@@ -126,11 +124,12 @@ class Prompts:
         self._beside = beside
         self._sources = sources
         self._renderings: dict[tuple[str, str], _Rendering] = {}
-        """By namespace and name: two namespaces may serve two revisions of a model."""
+        """Keyed by namespace and name: two namespaces may serve two revisions of a model."""
         self._num_comparing = 0
 
     def state(self) -> dict[str, str]:
-        """For each model whose prompts came and are not rendered here, why."""
+        """Returns why prompts are not rendered here, of each model whose prompts came and are
+        not."""
         for rendering in self._renderings.values():
             if rendering.renderer is None and rendering.model is not None:
                 self._choose(rendering.model, rendering)
@@ -141,8 +140,8 @@ class Prompts:
         }
 
     def apart(self) -> dict[str, bool]:
-        """For each model whose prompts came, whether an engine of it gives other ids than are found
-        here."""
+        """Returns, of each model whose prompts came, whether an engine gives other ids than this
+        door."""
         are_apart: dict[str, bool] = {}
         for (_, name), rendering in self._renderings.items():
             is_apart = rendering.is_other or bool(rendering.differs)
@@ -161,10 +160,10 @@ class Prompts:
         except Overloaded as error:
             raise RouterOverloaded(str(error)) from None
         except NotTokenized as error:
-            length = sum(fields.size(name) for name in _TEXTS[api])
+            length = sum(fields.size(name) for name in TEXTS[api])
             media = None
-            if any(fields.mentions(name, _MEDIA) for name in _TEXTS[api]):
-                media = media_in(map(fields.get, _TEXTS[api]), length)
+            if any(fields.mentions(name, MEDIA) for name in TEXTS[api]):
+                media = media_in(map(fields.get, TEXTS[api]), length)
             sizes = prompt_sizes(api, fields)
             is_batch = len(sizes) > 1
             length = sum(sizes) if is_batch else length
@@ -176,13 +175,13 @@ class Prompts:
                 f"blind:{error.reason}",
                 # A token is a byte at least.
                 bound=None if media else longest + TEMPLATE_TOKENS,
-                trail=_trail(api, model, fields),
+                trail=trail(api, model, fields),
                 media=media,
                 part_tokens=max(1, num_tokens * longest // (length or 1)) if is_batch else 0,
             )
 
     def _num_tokens(self, model: Model, length: int, media: Media | None) -> int:
-        """About how many a prompt has, by the bytes of its text."""
+        """Returns about how many tokens a prompt has, by the bytes of its text."""
         if media is None:
             return max(1, length // CHARACTERS_PER_TOKEN)
         rendering = self._of(model)
@@ -191,7 +190,7 @@ class Prompts:
         return min(tokens, model.max_tokens - 1) if model.max_tokens > 1 else tokens
 
     def learn(self, model: Model, media: Media, prompt_tokens: int) -> None:
-        """What an engine counted of a prompt with media."""
+        """Notes how many tokens an engine counted of a prompt with media."""
         self._of(model).media.learn(media, prompt_tokens)
 
     async def _rendered(self, api: Api, model: Model, given: Fields, holder: str) -> PromptIds:
@@ -201,15 +200,15 @@ class Prompts:
                 await tokenizer.first_load()
             self._choose(model, rendering)
         renderer = rendering.renderer
-        fields = await _converted(api, model, given, renderer, holder)
+        fields = await converted(api, model, given, renderer, holder)
         if renderer is not None and not rendering.differs:
             try:
-                ids = await _render(api, model, renderer, fields, holder)
+                ids = await render(api, model, renderer, fields, holder)
             except TooManyTokens as error:
                 length = f"{error.num_tokens} or more"
                 raise ContextTooLong(PROMPTS[api], model.max_tokens, length) from None
             except Unrenderable as error:
-                if error.reason in _LEFT_TO_THE_ENGINE:
+                if error.reason in LEFT_TO_THE_ENGINE:
                     raise NotTokenized(error.reason) from None
             else:
                 if rendering.count % COMPARED == 0:
@@ -255,8 +254,8 @@ class Prompts:
         rendering.why_not = why_not
 
     def _sources_of(self, model: Model) -> list[str]:
-        """Where its tokenizer may be. Adapters have that of their model. One that is served by
-        another name is known by that or by what its engines were started with."""
+        """Returns where a model's tokenizer may be. An adapter has that of its model; a model that
+        is served by another name is known by that, or by what its engines were started with."""
         served = (name for worker in model.workers for name in worker.models)
         names = (model.name, *served, *(worker.tokenizer for worker in model.workers))
         named = next((self._sources[name] for name in names if name in self._sources), None)
@@ -267,7 +266,7 @@ class Prompts:
 
     async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> NDArray[np.uint32]:
         """The ids by an engine's own rendering. Raises NotTokenized."""
-        body = _question(api, model, fields)
+        body = question(api, model, fields)
         return await self._engines.of(model.workers, body)
 
     def _compare_soon(
@@ -296,7 +295,7 @@ class Prompts:
         """Compare what is rendered here with an engine's. One of both is here already."""
         try:
             if ours is None and rendering.renderer is not None:
-                ours = await _render(api, model, rendering.renderer, fields)
+                ours = await render(api, model, rendering.renderer, fields)
             if theirs is None:
                 theirs = await self._ask(api, model, fields)
         except (NotTokenized, Overloaded, TooManyTokens, Unrenderable):
@@ -337,147 +336,3 @@ def _difference(ours: NDArray[Any], theirs: NDArray[Any]) -> str:
     at = int(differing[0]) if len(differing) else both
     lengths = f"{len(ours)} here, {len(theirs)} there"
     return f"its ids differ from the engine's from token {at} on ({lengths})"
-
-
-async def _render(
-    api: Api, model: Model, renderer: Renderer, fields: Mapping[str, Any], holder: str = ""
-) -> Ids:
-    """Raises TooManyTokens if they do not leave room for an answer; Unrenderable; Overloaded."""
-    most = max(0, model.max_tokens - 1)
-    if api is Api.COMPLETIONS:
-        text = _one_text(fields.get("prompt"))
-        return await renderer.of_text(text, _adds_special(fields), most, holder=holder)
-    if api is Api.RESPONSES:
-        return await renderer.of_response(fields, most, holder=holder)
-    _check_alike(api, model, fields)
-    if _has_media(fields.get("messages")):  # however large, nothing of it is rendered here
-        raise Unrenderable("media", "a part that is no text")
-    return await renderer.of_chat(fields, most, holder=holder)
-
-
-def _question(api: Api, model: Model, fields: Mapping[str, Any]) -> bytes:
-    """The body of POST /tokenize that asks for a prompt's ids. Raises NotTokenized."""
-    if api is not Api.COMPLETIONS:
-        asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
-        if fields.get("reasoning_effort") is not None:  # which this path of vLLM's ignores
-            try:
-                asked["chat_template_kwargs"] = variables_of(fields)
-            except Unrenderable as error:
-                raise NotTokenized(error.reason) from None
-        if _has_media(fields.get("messages")):
-            raise NotTokenized("media")
-        if api is Api.RESPONSES:
-            if any("tool_calls" in message for message in fields["messages"]):
-                raise NotTokenized("message")  # written in another way in chats
-            asked["add_special_tokens"] = True
-    else:
-        asked = {"prompt": _one_text(fields.get("prompt"))}
-        if "add_special_tokens" in fields:
-            asked["add_special_tokens"] = fields["add_special_tokens"]
-    asked["model"] = model.name
-    body = dumps(asked)
-    if len(body) > MAX_ASKED_BYTES:
-        raise NotTokenized("size")
-    return body
-
-
-_LEFT_TO_THE_ENGINE = ("media", "size")
-"""Why a prompt is not even worth asking for."""
-_RENDERED = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template_kwargs",
-    "documents",
-)
-"""Members of a chat request that its rendering depends on."""
-
-
-async def _converted(
-    api: Api, model: Model, fields: Fields, renderer: Renderer | None, holder: str
-) -> Mapping[str, Any]:
-    """The body as that of a chat, unless it is of a completion. Raises NotTokenized, Overloaded.
-
-    Only where the ids go along: engines do not all convert alike.
-    """
-    if api in (Api.CHAT, Api.COMPLETIONS):
-        return fields
-    is_chat = api in (Api.MESSAGES, Api.RESPONSES)
-    if not is_chat or not all(ids_field(api, worker.engine) for worker in model.workers):
-        raise NotTokenized(api)
-    convert: Callable[[], dict[str, Any]] = partial(chat_of_response, fields)
-    if api is Api.MESSAGES:
-        convert = partial(chat_of_messages, fields, None if renderer is None else renderer.habits)
-    length = sum(fields.size(name) for name in _TEXTS[api])
-    try:
-        if renderer is None and length > MAX_ASKED_BYTES:
-            raise NotTokenized("size")
-        if renderer is None or length <= MAX_CONVERTED_BYTES:
-            return convert()
-        return await renderer.apart(length, convert, holder=holder)
-    except Unrenderable as error:
-        raise NotTokenized(error.reason) from None
-
-
-def _check_alike(api: Api, model: Model, fields: Mapping[str, Any]) -> None:
-    """Raises Unrenderable where not all workers make of a chat what vLLM does."""
-    if api is Api.CHAT and fields.get("tools") == []:
-        raise Unrenderable("tools", "not a list of at least one")  # refused, or taken for none
-    if not any(worker.engine.startswith("sglang") for worker in model.workers):
-        return
-    if fields.get("reasoning_effort") is not None:
-        raise Unrenderable("reasoning_effort", "SGLang has its own rules for it")
-    if fields.get("response_format") not in (None, {"type": "text"}):
-        raise Unrenderable("response_format", "SGLang has its own rules for it")
-
-
-def _trail(api: Api, model: Model, fields: Fields) -> list[str]:
-    """The names of the prefixes of its text: what a conversation adds to with each turn is last."""
-    if api not in _CONVERSING:
-        return []
-    first = [name for name in _TEXTS[api] if name != PROMPTS[api]]
-    text = b"".join([fields.raw(name) for name in (*first, PROMPTS[api])])
-    return trail_of(text, f"{model.name} {fields.get('cache_salt') or ''}")
-
-
-def _one_text(prompt: object) -> str:
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if isinstance(prompt, list):
-        raise NotTokenized("batch")
-    if not isinstance(prompt, str):
-        raise InvalidRequest("prompt", f"must be text or token ids, got {shown(prompt)}")
-    return prompt
-
-
-def _adds_special(fields: Mapping[str, Any]) -> bool:
-    return fields.get("add_special_tokens") is not False
-
-
-def _has_media(messages: object) -> bool:
-    if not isinstance(messages, list):
-        return False
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") not in _NO_MEDIA for part in parts)
-
-
-_NO_MEDIA = ("text", "tool_reference", None)
-
-
-_MEDIA = (b"image", b"audio", b"video", b"file")
-"""One of these is in the JSON of what is no text, whatever API it is of."""
-_CONVERSING = (Api.CHAT, Api.COMPLETIONS, Api.MESSAGES, Api.RESPONSES)
-_TEXTS: Mapping[Api, tuple[str, ...]] = {
-    Api.CHAT: ("messages", "tools"),
-    Api.COMPLETIONS: ("prompt",),
-    Api.EMBEDDINGS: ("input", "messages"),
-    Api.MESSAGES: ("system", "messages", "tools"),
-    Api.RERANK: ("query", "documents"),
-    Api.RESPONSES: ("instructions", "input", "tools"),
-    Api.SCORE: ("text_1", "text_2"),
-}
-"""What of a body the engine makes the prompt of."""

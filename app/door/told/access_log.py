@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 REFUSED_PER_S = 10
 """Lines for each cause of requests that were refused before anything was done for them."""
 WARNINGS_PER_S = 0.1
-"""For each such cause, in the log of the process."""
+"""Warnings for each such cause, in the log of the process."""
 
 
 class Field(NamedTuple):
@@ -50,7 +50,7 @@ def _alias(record: RequestRecord) -> str | None:
 def _prompt_tokens(record: RequestRecord) -> int | None:
     if record.usage is not None:
         return record.usage.prompt
-    return record.admitted.num_tokens if record.admitted else None
+    return record.ids.num_tokens if record.ids else None
 
 
 def _since_began(record: RequestRecord, at_s: float) -> float | None:
@@ -113,7 +113,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "tokens_from": Field(
         "Who knew the ids of its prompt: see [tokenization.md](tokenization.md).",
-        lambda r: r.admitted.tokens_from if r.admitted else None,
+        lambda r: r.ids.tokens_from if r.ids else None,
     ),
     "prompt_tokens": Field(
         "Tokens of its prompt, as the engine counted them, or else as routed.", _prompt_tokens
@@ -177,7 +177,7 @@ class AccessLog:
     def ended(self, record: RequestRecord) -> None:
         """Write one request."""
         left_out: int | None = 0
-        if record.admitted is None and record.outcome != "ok":
+        if record.ids is None and record.outcome != "ok":
             now_s = time.monotonic()
             if record.ended_by == "router":
                 self._warn(record, now_s)

@@ -18,21 +18,20 @@ from numpy.typing import NDArray
 from app.core.errors import InvalidRequest
 from app.core.worker_report import WorkerInfo
 from app.door.asked import given_ids
-from app.door.connection import UpstreamError
+from app.door.engine.connection import UpstreamError
+from app.door.engine.upstream import Upstream
 from app.door.errors import NotTokenized
-from app.door.upstream import Upstream
 
 ANSWER_S = 2.0
-"""For the ids of one prompt, whoever is asked: a request waits so long for an exact decision."""
+"""Seconds that a request waits for ids, of whichever engine, so that its decision is exact."""
 NEXT_S = 0.25
-"""After so long without an answer another engine is asked as well."""
+"""Seconds after which another engine is asked as well."""
 MOST_ASKED = 3
 """Engines, for one prompt."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
-"""For which an engine is asked last that was late, or failed. Twice as long each time."""
+"""Seconds for which an engine is asked last that was late, or failed; twice as long each time."""
 MAX_LATE = 4096
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024
-"""Of an answer."""
 REFUSALS = (400, 413, 422)
 """Statuses that every engine would answer."""
 
@@ -47,7 +46,7 @@ class _Pause:
 
 
 class Late:
-    """Which engines are asked last, by their addresses. now_s: a clock in seconds."""
+    """Engines that are asked last, by their addresses. now_s: a clock in seconds."""
 
     def __init__(self, now_s: Callable[[], float], rng: random.Random | None = None) -> None:
         self._now_s = now_s
@@ -55,11 +54,9 @@ class Late:
         self._pauses: OrderedDict[str, _Pause] = OrderedDict()
 
     def in_turn(self, addresses: Collection[str]) -> list[str]:
-        """Those to ask, in any order, the late ones last; none if all are late.
-
-        One whose pause is over is tried by one request alone: to the others it is late until that
-        has been noted, or its time is over, too.
-        """
+        """Returns the addresses to ask, in any order, the late ones last; none if all are late. One
+        whose pause is over is tried by one request alone: to others it is late until that has
+        ended."""
         now_s = self._now_s()
         late = {a for a in addresses if a in self._pauses and now_s < self._pauses[a].until_s}
         fresh = [address for address in addresses if address not in late]
@@ -75,7 +72,7 @@ class Late:
         self._pauses.pop(address, None)
 
     def note_late(self, address: str) -> None:
-        """Or failed."""
+        """Notes that an engine was late, or failed."""
         now_s, pause = self._now_s(), self._pauses.get(address)
         pause_s = FIRST_PAUSE_S
         if pause is not None:
@@ -99,7 +96,8 @@ class EngineTokens:
         self._late = Late(time.monotonic)
 
     async def of(self, workers: Sequence[WorkerInfo], body: bytes) -> NDArray[np.uint32]:
-        """What any of these makes of a body of POST /tokenize. Raises NotTokenized."""
+        """Returns the ids that one of the workers makes of a body of POST /tokenize. Raises
+        NotTokenized."""
         waiting = deque(self._late.in_turn({worker.address for worker in workers}))
         asked: dict[str, asyncio.Task[NDArray[np.uint32] | None]] = {}
         loop = asyncio.get_running_loop()

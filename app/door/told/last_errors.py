@@ -17,13 +17,13 @@ from app.state.scripts import ScriptRunner
 
 EVERY_S = 1.0
 AGAIN_S = 10.0
-"""The same error is told so often."""
+"""Seconds until the same error is told again."""
 MAX_AT_ONCE = 10
 """Told in a second; the others wait for the next one."""
 MAX_KNOWN = 200
 """Errors that are told apart; what comes beyond is not told."""
 QUIET_S = 60.0
-"""After that an error is forgotten."""
+"""Seconds after which an error is forgotten."""
 TOLD = (Kind.ENGINE, Kind.CUT, Kind.UNFIT, Kind.REFUSED, Kind.LEFT_BEFORE)
 LEFT = "its client left, and had waited for a first token"
 
@@ -37,10 +37,8 @@ class _Known:
 
 
 class LastErrors:
-    """Those of one replica.
-
-    runner: of a namespace; None: none is there. own: the replica's own namespace.
-    """
+    """Errors of one replica. runner: of a namespace; None if there is none. own: its own
+    namespace."""
 
     def __init__(self, runner: Callable[[str], ScriptRunner | None], own: str) -> None:
         self._runner = runner
@@ -66,7 +64,7 @@ class LastErrors:
             await self.tell(time.monotonic())
 
     async def tell(self, now_s: float) -> None:
-        """What is due. now_s: monotonic."""
+        """Tells what is due. now_s: monotonic."""
         due = [kind for kind, known in self._known.items() if known.count and known.due_s <= now_s]
         for kind in due[:MAX_AT_ONCE]:
             known, runner = self._known[kind], self._runner(kind[0])
@@ -83,7 +81,7 @@ class LastErrors:
 
 
 def _errors(record: RequestRecord, own: str) -> Iterator[tuple[str, Error]]:
-    """By namespace."""
+    """Yields errors with their namespaces."""
     namespace = record.model.namespace if record.model else own
     for worker, _, cause, words in record.failures:
         yield namespace, Error(record.model_name, worker, cause, words, record.request_id)

@@ -1,4 +1,4 @@
-"""What is told of requests that have ended: metrics, and a line of the access log."""
+"""Metrics of requests that have ended."""
 
 from __future__ import annotations
 
@@ -9,30 +9,14 @@ from prometheus_client import CollectorRegistry
 
 from app.core.outcomes import ANSWERED, OK, WORKER_FAILED, Ending, Kind, kind_of
 from app.core.trust import Trust
-from app.core.usage import BY, OTHER, UsageSums
-from app.door.access_log import AccessLog
-from app.door.alarm import Alarm
-from app.door.last_errors import LastErrors
-from app.door.record import STAGES, Admission, RequestRecord, Stage, Usage
+from app.core.usage import BY, OTHER, UsageSums, Who
+from app.door.record import STAGES, RequestRecord, Stage, Usage
+from app.door.told.access_log import AccessLog
+from app.door.told.alarm import Alarm
+from app.door.told.last_errors import LastErrors
 from app.http.metrics import Children, Family, Sampled, ScrapeCollector, Table, counter, histogram
 
-SECONDS = (
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_KEYS = 64
 """Names of keys that metrics tell apart."""
 _FEW_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -237,16 +221,17 @@ class Outcomes:
         ):
             children.keep(position, names)
 
-    def ended(self, record: RequestRecord) -> None:
-        """Count one request."""
+    def ended(self, record: RequestRecord, used: tuple[Who, UsageSums] | None) -> None:
+        """Counts one request."""
         model = record.model_name
         self._requests[model, record.outcome, str(record.status)].value += 1
-        if (used := record.used) is not None:
+        if used is not None:
             name = self._count_key(BY["key"](used[0]), used[1], kind_of(record.outcome))
             if record.spending is not None and record.spending.refused is not None:
                 self._key_limited[name, record.spending.refused.limit].value += 1
-        if record.admitted is not None:
-            self._count_admitted(model, record.admitted, record)
+        if record.ids is not None:
+            self._tokens_from[model, record.ids.tokens_from].value += 1
+            self._count_admitted(model, record)
         self._count_workers(record)
         self._log.ended(record)
         if record.failures or record.outcome != OK:
@@ -275,8 +260,7 @@ class Outcomes:
             if ending.ttft_ms is not None:
                 self._ttft[model].observe(ending.ttft_ms / 1000)
 
-    def _count_admitted(self, model: str, admitted: Admission, record: RequestRecord) -> None:
-        self._tokens_from[model, admitted.tokens_from].value += 1
+    def _count_admitted(self, model: str, record: RequestRecord) -> None:
         if record.failures:
             self._retries[model].value += len(record.failures)
         if record.migrations:
