@@ -93,7 +93,6 @@ class Agent:
         self.findings: Callable[[], tuple[str, ...]] = tuple
         self.same = ""
         """Finding that another worker has its engine, and gets the requests; "": none has."""
-        self.is_out = False
         self.refused = ""
         """Why the worker is not registered; "": it is, or it is about to be."""
         self.incarnation: Incarnation | None = None
@@ -258,7 +257,7 @@ class Agent:
             if self.incarnation != leased[0]:
                 continue
             if renewed[0].num_leases:
-                self._drains, self.is_out = renewed[0].drains, renewed[0].is_out
+                self._drains = renewed[0].drains
                 if self.same != renewed[0].same:
                     self.same = renewed[0].same
                     log.error("%s %s", self.info.key, self.same or "has an engine of its own")

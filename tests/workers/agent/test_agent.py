@@ -474,7 +474,6 @@ async def test_a_worker_whose_engine_is_ill_gets_no_requests_and_keeps_its_block
     async with publishing(redis, observer) as agent:
         agent.ill = "does not answer"
         await eventually(observer.live, lambda live: "w0:0" not in live.values())
-        assert agent.is_out
         agent.ill = ""
         await eventually(observer.live, lambda live: live.get(agent.incarnation) == "w0:0")
         assert (await observer.overlaps())[agent.incarnation] == TierOverlap(device=8)

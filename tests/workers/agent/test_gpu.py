@@ -121,22 +121,33 @@ def test_without_the_pynvml_package_the_device_is_a_cpu(monkeypatch, monitor):
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
 
 
-async def test_a_library_that_is_installed_later_is_found(plug, monitor):
-    library = plug(Gpu())
+def not_installed(library):
     library.installed = False
-    one = monitor()
-    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
-    library.installed = True
-    await until(one, READ)
+    return lambda: setattr(library, "installed", True)
 
 
-@pytest.mark.parametrize("code", ["DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN"])
-async def test_the_device_is_a_cpu_until_the_driver_starts(plug, monitor, code):
-    library = plug(Gpu())
-    library.failing["nvmlInitWithFlags"] = getattr(pynvml, f"NVML_ERROR_{code}")
-    one = monitor()
+def not_started(code):
+    def refuse(library):
+        library.failing["nvmlInitWithFlags"] = getattr(pynvml, f"NVML_ERROR_{code}")
+        return library.failing.clear
+
+    return refuse
+
+
+def hanging(library):
+    library.answering.clear()
+    return library.answering.set
+
+
+CODES = ("DRIVER_NOT_LOADED", "LIB_RM_VERSION_MISMATCH", "UNKNOWN")
+
+
+@pytest.mark.parametrize("fail", [not_installed, *map(not_started, CODES), hanging])
+async def test_the_device_is_a_cpu_until_the_driver_answers(plug, monitor, monkeypatch, fail):
+    monkeypatch.setattr(workers.agent.gpu, "START_TIMEOUT_S", 0.05 if fail is hanging else 10.0)
+    mend, one = fail(plug(Gpu())), monitor()
     assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
-    library.failing.clear()
+    mend()
     await until(one, READ)
 
 
@@ -221,18 +232,6 @@ async def test_a_driver_that_answers_late_is_read_again(plug, monitor, monkeypat
     one.start()
     library.answering.clear()
     await until(one, NO_READINGS)
-    library.answering.set()
-    await until(one, READ)
-
-
-async def test_a_driver_that_hangs_at_the_start_delays_it_by_the_start_timeout_at_most(
-    plug, monitor, monkeypatch
-):
-    monkeypatch.setattr(workers.agent.gpu, "START_TIMEOUT_S", 0.05)
-    library = plug(Gpu())
-    library.answering.clear()
-    one = monitor()
-    assert (one.start(), one.latest()) == ("cpu", NO_READINGS)
     library.answering.set()
     await until(one, READ)
 

@@ -13,8 +13,6 @@ The agents and their batches are real; a simulated engine stores, removes, moves
 at random, with holes. Now and then an agent dies with its cache, or its lease lapses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

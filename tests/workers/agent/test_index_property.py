@@ -5,8 +5,6 @@ real Redis. Batches are cut anywhere, repeated, lost and sent out of order, whil
 and dead incarnations are swept. The model is a plain set per worker and tier.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from itertools import cycle

@@ -35,10 +35,7 @@ from workers.agent.publish import BATCH_BLOCKS, Publisher
 async def test_the_index_shows_what_the_engine_reported(redis, observer):
     async with publishing(redis, observer, 6) as agent:
         agent.notify(
-            [
-                Stored((CHAIN[4], CHAIN[5]), CHAIN[3], Tier.HOST),
-                Removed((CHAIN[4], CHAIN[5])),
-            ]
+            [Stored((CHAIN[4], CHAIN[5]), CHAIN[3], Tier.HOST), Removed((CHAIN[4], CHAIN[5]))]
         )
         await eventually(observer.overlaps, lambda o: o == {1: TierOverlap(device=4, host=2)})
         agent.notify([Removed((CHAIN[2],))])

@@ -4,9 +4,7 @@ from app.core.hashing import compute_local_hashes, compute_sequence_hashes, seed
 from app.core.overlaps import EVERY_BLOCK
 from tests.workers.kv.cache_model import CacheModel
 from workers.bridge.events.blocks import EngineBlocks
-from workers.bridge.events.events import (
-    BlockStored,
-)
+from workers.bridge.events.events import BlockStored
 
 SIZE = 4
 TOKENS = list(range(100, 100 + 8 * SIZE))
@@ -50,11 +48,11 @@ class Holder:
         return self.cache.scan(chain).first(self.cache.reused(chain, len(chain), EVERY_BLOCK))
 
 
-def stored(hashes, start=0, parent=None, size=SIZE):
+def stored(hashes, start=0, parent=None, size=SIZE, **more):
     """Blocks of `size` tokens of TOKENS, from block `start` on."""
     tokens = TOKENS[start * size : (start + len(hashes)) * size]
-    return BlockStored(hashes, parent, tokens, size)
+    return BlockStored(hashes, parent, tokens, size, **more)
 
 
-def announced(hashes, medium="CPU"):
-    return BlockStored(hashes, None, [], 0, medium=medium)
+def announced(hashes, medium="CPU", **more):
+    return BlockStored(hashes, None, [], 0, medium=medium, **more)

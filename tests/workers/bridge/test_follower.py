@@ -134,13 +134,7 @@ async def followed(redis, folder, *, until="serving", faults=WELL, **changes):
 async def join(redis):
     """Another worker, which is always well."""
     settings = AgentSettings(LONG_S, 128)
-    await Agent(
-        ScriptRunner(redis, 5.0),
-        KEYS,
-        info("other"),
-        settings,
-        lambda: None,
-    ).start()
+    await Agent(ScriptRunner(redis, 5.0), KEYS, info("other"), settings, lambda: None).start()
 
 
 def shown(value):
@@ -206,20 +200,16 @@ async def test_an_engine_that_computes_nothing_of_what_it_has_is_found_out(redis
             stream.cancel()
 
 
-async def test_an_engine_that_says_nothing_at_all_is_found_out(redis, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "faults", [Faults(health_status=0, metrics_status=0), Faults(health_status=503)], ids=shown
+)
+async def test_an_engine_that_says_nothing_or_that_it_is_not_well_is_found_out(
+    redis, tmp_path, monkeypatch, faults
+):
     monkeypatch.setattr(health, "SILENT_S", 0.3)
     async with followed(redis, tmp_path) as engine:
         await join(redis)
-        engine.engine.faults = Faults(health_status=0, metrics_status=0)
-        await engine.until("other:0")
-        engine.engine.faults = WELL
-        await engine.until("e:0", "other:0")
-
-
-async def test_an_engine_that_says_that_it_is_not_well_is_believed(redis, tmp_path):
-    async with followed(redis, tmp_path) as engine:
-        await join(redis)
-        engine.engine.faults = Faults(health_status=503)
+        engine.engine.faults = faults
         await engine.until("other:0")
         engine.engine.faults = WELL
         await engine.until("e:0", "other:0")

@@ -3,8 +3,6 @@
 The engines here take exactly as long as a formula says.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from dataclasses import dataclass, field, replace
@@ -75,9 +73,7 @@ class Vllm:
     def decode(self, seqs, kv_tokens, steps=100, waited_s=0.0):
         step_s = STEP_S + SEQ_S * seqs + KV_TOKEN_S * kv_tokens
         self.count(
-            inter_tokens=seqs * steps,
-            inter_token_s=seqs * (steps * step_s + waited_s),
-            steps=steps,
+            inter_tokens=seqs * steps, inter_token_s=seqs * (steps * step_s + waited_s), steps=steps
         )
         self.load = replace(self.load, kv_usage=kv_tokens / CAPACITY)
 

@@ -144,9 +144,7 @@ class ApiServer:
 
 
 @asynccontextmanager
-async def api_server(
-    *routes,
-):
+async def api_server(*routes):
     """routes: what else it answers."""
     server = ApiServer()
     app = web.Application()

@@ -1,7 +1,5 @@
 """A fleet in this process: the agent of simulated engines that a source tells of."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,12 +16,7 @@ from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
 from tests.fakes.engine import fake_engine
 from workers.bridge.follower import EngineFollower
-from workers.discovery.engine import (
-    DiscoveredEngine,
-    Engines,
-    Members,
-    settings_of,
-)
+from workers.discovery.engine import DiscoveredEngine, Engines, Members, settings_of
 from workers.discovery.fleet import EngineClaims, EngineFleet
 
 KEYS = Keyspace("discovery")

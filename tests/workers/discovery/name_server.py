@@ -1,7 +1,5 @@
 """A name server over UDP and TCP that knows what a test has it know, and fails on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct

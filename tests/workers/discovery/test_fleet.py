@@ -10,15 +10,7 @@ from app.ops.worker_checks import findings as of_findings
 from app.state.connect import connect
 from tests.eventually import eventually
 from tests.redis_servers import stopped
-from tests.workers.discovery.fleets import (
-    LONG_S,
-    Told,
-    engine,
-    engines,
-    live,
-    running,
-    until_live,
-)
+from tests.workers.discovery.fleets import LONG_S, Told, engine, engines, live, running, until_live
 from workers.discovery import fleet as discovery
 from workers.discovery.engine import ANSWERS, Absences
 from workers.discovery.fleet import FleetChange, plan

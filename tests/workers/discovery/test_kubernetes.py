@@ -8,13 +8,7 @@ import pytest
 
 from app.core.errors import ConfigError
 from tests.eventually import eventually
-from tests.workers.discovery.api_server import (
-    CLOSE,
-    CUT,
-    NAMESPACE,
-    api_server,
-    pod,
-)
+from tests.workers.discovery.api_server import CLOSE, CUT, NAMESPACE, api_server, pod
 from tests.workers.discovery.fleets import engines, running, settings, until_live
 from workers.discovery import kubernetes
 from workers.discovery.engine import ANSWERS

@@ -1,7 +1,5 @@
 """Blocks of an adapter that is loaded again, under its name, from another folder."""
 
-from msgspec.structs import replace
-
 from app.core.types import TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, announced, chain_of, stored
 from workers.bridge.events.blocks import EngineBlocks
@@ -12,7 +10,7 @@ CHAIN = chain_of(TOKENS, "sql")
 
 
 def of_adapter(hashes, start=0, parent=None):
-    return replace(stored(hashes, start, parent), lora_name="sql")
+    return stored(hashes, start, parent, lora_name="sql")
 
 
 def loaded(holder, folders):

@@ -15,24 +15,11 @@ from app.state.connect import connect
 from app.state.overlap import match
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import fake_agent, running
-from tests.workers.bridge.holder import (
-    CHAIN,
-    SIZE,
-    TOKENS,
-    Holder,
-    announced,
-    chain_of,
-    stored,
-)
+from tests.workers.bridge.holder import CHAIN, SIZE, TOKENS, Holder, announced, chain_of, stored
 from workers.agent.ownership import Ownership
 from workers.bridge.events import blocks, pending
 from workers.bridge.events.blocks import EngineBlocks
-from workers.bridge.events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    folded,
-)
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored, folded
 
 
 def test_a_chain_is_rehashed_from_its_tokens(holder):
@@ -68,12 +55,12 @@ def test_an_engines_block_may_span_several_index_blocks(holder):
     ],
 )
 def test_the_medium_determines_the_tier(holder, medium, expected):
-    assert holder.after(replace(stored([11]), medium=medium)) == expected
+    assert holder.after(stored([11], medium=medium)) == expected
     assert holder.after(BlockRemoved([11], medium)) == TierOverlap()
 
 
 def test_events_in_a_medium_that_is_not_known_are_left_out_and_counted(holder):
-    holder.take(stored([11]), replace(stored([12], start=1, parent=11), medium="tape"))
+    holder.take(stored([11]), stored([12], start=1, parent=11, medium="tape"))
     assert holder.after(BlockRemoved([11], "tape")) == TierOverlap(device=1)
     assert holder.blocks.num_unknown_media == 2
 
@@ -97,15 +84,15 @@ def test_a_removal_that_says_how_many_copies_are_left_is_believed(holder):
 
 @pytest.mark.parametrize(("locality", "num_held"), [("LOCAL", 1), ("Remote", 0)])
 def test_remote_blocks_do_not_count_as_held_by_the_worker(holder, locality, num_held):
-    holder.take(stored([11]), replace(announced([11], "STORAGE"), locality=locality))
+    holder.take(stored([11]), announced([11], "STORAGE", locality=locality))
     assert holder.after(BlockRemoved([11])) == TierOverlap(disk=num_held)
-    holder.take(stored([11]), replace(stored([11]), medium="STORAGE", locality=locality))
+    holder.take(stored([11]), stored([11], medium="STORAGE", locality=locality))
     holder.take(BlockRemoved([11], "STORAGE", locality=locality), BlockRemoved([11]))
     assert holder.overlap() == TierOverlap(disk=num_held)
 
 
 def test_a_remote_removal_leaves_the_local_copy(holder):
-    holder.take(replace(stored([11]), medium="STORAGE"))
+    holder.take(stored([11], medium="STORAGE"))
     assert holder.after(BlockRemoved([11], "STORAGE", locality="REMOTE")) == TierOverlap(disk=1)
 
 
@@ -123,7 +110,7 @@ def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holde
     ints = [-1, 2**64 - 2]
     holder.take(stored(ints), announced(digests[:2]), BlockRemoved(ints))
     assert holder.overlap() == TierOverlap(host=2)
-    holder.take(replace(stored([digests[2]], start=2, parent=digests[1]), medium="CPU"))
+    holder.take(stored([digests[2]], start=2, parent=digests[1], medium="CPU"))
     assert holder.overlap() == TierOverlap(host=3)
     assert holder.after(BlockRemoved(digests[:1], "CPU")) == TierOverlap()
     holder.clock.now = 2 * pending.MAX_WAIT_S
@@ -133,7 +120,7 @@ def test_an_offload_may_use_the_full_digest_of_a_block_stored_under_an_int(holde
 def test_an_int_may_name_a_block_announced_earlier_by_its_full_digest(holder):
     digests = [bytes([n]) * 24 + n.to_bytes(8, "big") for n in (1, 2)]
     holder.take(announced(digests[:1]))
-    holder.take(replace(stored(digests[1:], start=1, parent=digests[0]), medium="CPU"))
+    holder.take(stored(digests[1:], start=1, parent=digests[0], medium="CPU"))
     holder.take(BlockRemoved([2], "CPU"), stored([1]), BlockRemoved([1]))
     assert holder.overlap() == TierOverlap(host=1)
     holder.clock.now = 2 * pending.MAX_WAIT_S
@@ -166,7 +153,7 @@ def test_a_block_of_an_engine_without_copies_is_removed_once(holder):
 
 
 def test_each_group_is_counted_separately(holder):
-    holder.take(*(replace(stored([11]), group_idx=group) for group in (0, 1)))
+    holder.take(*(stored([11], group_idx=group) for group in (0, 1)))
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], group_idx=0))
     assert holder.overlap() == TierOverlap(device=1)
     assert holder.after(BlockRemoved([11], group_idx=1)) == TierOverlap()
@@ -185,23 +172,20 @@ def test_a_name_reused_for_other_tokens_drops_its_first_block(holder):
 
 def test_sliding_windows_and_recurrent_states_do_not_count_as_prefixes(holder):
     holder.take(
-        replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention"),
-        replace(stored([11, 12]), group_idx=1, kv_cache_spec_kind="sliding_window"),
+        stored([11, 12], group_idx=0, kv_cache_spec_kind="full_attention"),
+        stored([11, 12], group_idx=1, kv_cache_spec_kind="sliding_window"),
         BlockRemoved([11, 12], group_idx=0),
     )
     assert holder.overlap() == TierOverlap()
-    holder.take(replace(announced([12]), group_idx=1), BlockRemoved([11], group_idx=1))
+    holder.take(announced([12], group_idx=1), BlockRemoved([11], group_idx=1))
     assert holder.overlap() == TierOverlap()
-    assert holder.after(replace(stored([31]), kv_cache_spec_kind="mamba")) == TierOverlap()
+    assert holder.after(stored([31], kv_cache_spec_kind="mamba")) == TierOverlap()
 
 
 def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder):
-    whole = replace(stored([11]), group_idx=0, kv_cache_spec_kind="full_attention")
+    whole = stored([11], group_idx=0, kv_cache_spec_kind="full_attention")
     window = replace(whole, group_idx=1, kv_cache_spec_kind="sliding_window")
-    offloads = [
-        replace(announced([11], "DISK"), group_idx=1),
-        replace(announced([11]), group_idx=0),
-    ]
+    offloads = [announced([11], "DISK", group_idx=1), announced([11], group_idx=0)]
     holder.take(*offloads, whole, *offloads, window)
     holder.take(BlockRemoved([11], group_idx=0), BlockRemoved([11], "CPU", group_idx=0))
     assert holder.overlap() == TierOverlap(host=1)
@@ -209,15 +193,15 @@ def test_an_offload_of_a_group_whose_kind_is_not_known_yet_is_left_out(holder):
 
 
 def test_of_several_groups_of_full_attention_the_first_counts(holder):
-    whole = replace(stored([11, 12]), group_idx=0, kv_cache_spec_kind="full_attention")
+    whole = stored([11, 12], group_idx=0, kv_cache_spec_kind="full_attention")
     # All groups name a prefix by the same hash.
-    large = replace(stored([12], size=2 * SIZE), group_idx=1, kv_cache_spec_kind="mla_attention")
+    large = stored([12], size=2 * SIZE, group_idx=1, kv_cache_spec_kind="mla_attention")
     assert holder.after(whole, large, replace(large, medium="CPU")) == TierOverlap(device=2)
     assert holder.after(BlockRemoved([11, 12], group_idx=0)) == TierOverlap()
 
 
 def test_adapter_and_namespace_are_inherited_from_the_parent(holder):
-    first = replace(stored([11]), lora_name="sql", cache_salt="tenant")
+    first = stored([11], lora_name="sql", cache_salt="tenant")
     holder.take(first, stored([12], start=1, parent=11))
     assert holder.overlap(chain_of(TOKENS, "sql", "tenant")) == TierOverlap(device=2)
     assert holder.overlap() == TierOverlap()
@@ -225,26 +209,26 @@ def test_adapter_and_namespace_are_inherited_from_the_parent(holder):
 
 @pytest.mark.parametrize(("lora", "salt"), [("sql", None), (None, "tenant")])
 def test_a_name_reused_under_another_adapter_or_namespace_drops_its_first_block(holder, lora, salt):
-    holder.take(stored([11]), replace(stored([11]), lora_name=lora, cache_salt=salt))
+    holder.take(stored([11]), stored([11], lora_name=lora, cache_salt=salt))
     assert holder.overlap(chain_of(TOKENS, lora, salt)) == TierOverlap(device=1)
     assert holder.overlap() == TierOverlap()
 
 
 def test_blocks_of_an_unnamed_adapter_are_not_taken_for_the_base_models(holder):
-    unnamed = replace(stored([11]), lora_id=3)
-    holder.take(unnamed, replace(stored([12], start=1, parent=11), lora_id=3))
+    unnamed = stored([11], lora_id=3)
+    holder.take(unnamed, stored([12], start=1, parent=11, lora_id=3))
     assert holder.overlap() == TierOverlap()
-    holder.take(replace(stored([21], start=0), lora_id=3, lora_name="sql"))
+    holder.take(stored([21], start=0, lora_id=3, lora_name="sql"))
     assert holder.overlap(chain_of(TOKENS, "sql")) == TierOverlap(device=1)
-    assert holder.after(replace(stored([31]), lora_id=0)) == TierOverlap(device=1)
+    assert holder.after(stored([31], lora_id=0)) == TierOverlap(device=1)
     assert not holder.blocks.is_blind
 
 
 def test_a_blocks_extra_keys_are_part_of_its_hash(holder):
     digest = "0123456789abcdef" + "5" * 48
     holder.take(
-        replace(
-            stored([11, 12, 13, 14]),
+        stored(
+            [11, 12, 13, 14],
             lora_name="sql",
             cache_salt="tenant",
             extra_keys=[("sql", "tenant"), ((digest, -3), "sql"), None, (b"\x01", "my-image")],
@@ -263,8 +247,8 @@ def test_a_salt_given_only_in_the_roots_extra_keys_is_recognised(holder, lora):
     adapter = [lora] if lora else []
     image = [["f" * 64, 2]]
     keys = [[*adapter, *image, "tenant"], adapter or None]
-    holder.take(replace(stored([11, 12]), lora_name=lora, extra_keys=keys))
-    holder.take(replace(stored([13], start=2, parent=12), lora_name=lora, extra_keys=[adapter]))
+    holder.take(stored([11, 12], lora_name=lora, extra_keys=keys))
+    holder.take(stored([13], start=2, parent=12, lora_name=lora, extra_keys=[adapter]))
     items = [[int("f" * 16, 16)], [], []]
     chain = chain_of(TOKENS[: 3 * SIZE], lora, "tenant", items)
     assert holder.overlap(chain) == TierOverlap(device=3)
@@ -275,7 +259,7 @@ def test_a_salt_may_look_like_an_images_digest(holder, lora):
     salt, image = "f" * 64, "d" * 64
     adapter = [lora] if lora else []
     keys = [[*adapter, [image, 1], salt], adapter or None]
-    holder.take(replace(stored([11, 12]), lora_name=lora, extra_keys=keys))
+    holder.take(stored([11, 12], lora_name=lora, extra_keys=keys))
     chain = chain_of(TOKENS[: 2 * SIZE], lora, salt, [[int("d" * 16, 16)], []])
     assert holder.overlap(chain) == TierOverlap(device=2)
 
@@ -284,10 +268,10 @@ def test_a_salt_may_look_like_an_images_digest(holder, lora):
     ("first", "chain"),
     [
         (
-            replace(stored([11, 12, 13]), extra_keys=[None, [["f" * 64, -1]], None]),
+            stored([11, 12, 13], extra_keys=[None, [["f" * 64, -1]], None]),
             chain_of(TOKENS[: 3 * SIZE], items=[[], [int("f" * 16, 16)], []]),
         ),
-        (replace(stored([11, 12, 13]), cache_salt="tenant"), chain_of(TOKENS, salt="tenant")),
+        (stored([11, 12, 13], cache_salt="tenant"), chain_of(TOKENS, salt="tenant")),
     ],
 )
 def test_an_offload_with_tokens_but_no_salt_or_extra_keys_is_of_the_same_block(
@@ -308,13 +292,13 @@ def test_an_offload_with_tokens_but_no_salt_or_extra_keys_is_of_the_same_block(
     ["-123456789abcdef" + "0" * 48, "0123456789abcdef" + "-" * 48, "0x23456789abcdef" + "0" * 48],
 )
 def test_an_identifier_that_only_looks_like_a_digest_is_hashed_as_a_whole(holder, identifier):
-    holder.take(replace(stored([11]), extra_keys=[[[identifier, 0]]]))
+    holder.take(stored([11], extra_keys=[[[identifier, 0]]]))
     chain = chain_of(TOKENS[:SIZE], items=[[xxh3_64_intdigest(identifier.encode())]])
     assert holder.overlap(chain) == TierOverlap(device=1)
 
 
 def test_a_multimodal_item_counts_for_all_index_blocks_of_an_engines_block(holder):
-    event = replace(stored([11, 12], size=2 * SIZE), extra_keys=[None, [["f" * 64, 0]]])
+    event = stored([11, 12], size=2 * SIZE, extra_keys=[None, [["f" * 64, 0]]])
     holder.take(event)
     item = [int("f" * 16, 16)]
     chain = chain_of(TOKENS[: 4 * SIZE], items=[[], [], item, item])
@@ -330,24 +314,24 @@ def test_the_first_of_each_pair_of_tokens_counts(holder):
 @pytest.mark.parametrize(
     "event",
     [
-        replace(stored([11]), lookahead_token_ids=[[TOKENS[SIZE]]]),
+        stored([11], lookahead_token_ids=[[TOKENS[SIZE]]]),
         BlockStored([11], None, list(pairwise(TOKENS))[:SIZE], SIZE),
     ],
 )
 def test_a_block_that_looks_ahead_is_reused_if_the_next_one_is_held(holder, event):
     assert holder.after(event) == TierOverlap()
-    more = replace(stored([12], 1, 11), lookahead_token_ids=[[7]])
+    more = stored([12], 1, 11, lookahead_token_ids=[[7]])
     assert holder.after(more) == TierOverlap(device=1)
 
 
 def test_of_an_engine_that_looks_ahead_the_chain_of_its_own_blocks_has_to_be_whole(holder):
     """Blocks 11 and 21 have the same tokens, and look ahead to others; 12 follows 11."""
     ahead, other = [[TOKENS[SIZE]]], [[7]]
-    first = replace(stored([11]), lookahead_token_ids=ahead)
+    first = stored([11], lookahead_token_ids=ahead)
     holder.take(
         first,
-        replace(stored([12], 1, 11), lookahead_token_ids=other),
-        replace(stored([21]), lookahead_token_ids=other),
+        stored([12], 1, 11, lookahead_token_ids=other),
+        stored([21], lookahead_token_ids=other),
     )
     assert holder.overlap() == TierOverlap(device=1)
     assert holder.after(BlockRemoved([11])) == TierOverlap()
@@ -373,7 +357,7 @@ def test_an_engine_that_was_thought_to_look_ahead_may_tell_that_it_does_not(hold
         (BlockStored([11], None, [1, 2, 3, 4.0], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, None], SIZE), "token_ids: neither tokens"),
         (BlockStored([11], None, [1, 2, 3, {}], SIZE), "token_ids: neither tokens"),
-        (replace(stored([11]), extra_keys=[]), "extra_keys: 0 entries for 1 blocks"),
+        (stored([11], extra_keys=[]), "extra_keys: 0 entries for 1 blocks"),
     ],
 )
 def test_an_invalid_event_is_refused_and_changes_nothing(holder, event, message):
@@ -445,7 +429,7 @@ async def test_engines_with_their_own_hashes_and_block_sizes_share_an_index(redi
                 assert await agent.published()
             return agent
 
-        lora = replace(stored([5]), lora_name="sql")
+        lora = stored([5], lora_name="sql")
         one = await publish(WorkerKey("small"), stored([1, 2, 3]), lora)
         large = [b"a" * 32, b"b" * 32]
         ranks = [

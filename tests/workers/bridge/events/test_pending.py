@@ -1,27 +1,14 @@
 """Events that arrive before those that they build on."""
 
 import pytest
-from msgspec.structs import replace
 
 from app.core.errors import InvalidRequest
 from app.core.events import Stored
 from app.core.types import Tier, TierOverlap
-from tests.workers.bridge.holder import (
-    CHAIN,
-    SIZE,
-    TOKENS,
-    Clock,
-    announced,
-    chain_of,
-    stored,
-)
+from tests.workers.bridge.holder import CHAIN, SIZE, TOKENS, Clock, announced, chain_of, stored
 from workers.bridge.events import pending
 from workers.bridge.events.blocks import EngineBlocks
-from workers.bridge.events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def test_blocks_wait_for_their_parent_in_order(holder):
@@ -58,7 +45,7 @@ def test_a_chain_as_long_as_the_waiting_limit_may_wait_for_its_root(holder):
     [
         BlockStored([12], 11, TOKENS[:5], SIZE),
         BlockStored([12], 11, TOKENS, 0),
-        replace(stored([12], start=1, parent=11), extra_keys=[]),
+        stored([12], start=1, parent=11, extra_keys=[]),
     ],
 )
 def test_an_invalid_event_is_refused_at_once_instead_of_waiting(holder, bad):

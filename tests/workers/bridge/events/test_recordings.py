@@ -3,8 +3,6 @@
 tests/data/README.md says how the recordings were made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple

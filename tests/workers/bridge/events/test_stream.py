@@ -52,10 +52,7 @@ class Reader:
 
 @asynccontextmanager
 async def reading(publisher, after=None):
-    with (
-        zmq.asyncio.Context() as context,
-        EventStream(context, publisher.source, after) as stream,
-    ):
+    with zmq.asyncio.Context() as context, EventStream(context, publisher.source, after) as stream:
         reader = Reader(stream)
         running = asyncio.create_task(reader.run())
         try:
@@ -243,10 +240,7 @@ async def test_batches_of_another_rank_are_counted_and_left_out(publisher):
 
 
 async def test_what_is_no_batch_is_handed_on_as_broken(publisher):
-    with (
-        zmq.asyncio.Context() as context,
-        EventStream(context, publisher.source) as stream,
-    ):
+    with zmq.asyncio.Context() as context, EventStream(context, publisher.source) as stream:
         following = stream.follow()
         assert isinstance(await anext(following), Fresh)
         pending = asyncio.ensure_future(anext(following))

@@ -13,11 +13,7 @@ from app.core.overlaps import Resume
 from app.core.types import TierOverlap
 from tests.workers.bridge.holder import SIZE, TOKENS, Holder, announced, chain_of
 from workers.agent.ownership import Ownership
-from workers.bridge.events.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from workers.bridge.events.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 FULL, WINDOW, OTHER = 0, 1, 2
 KINDS = {FULL: "full_attention", WINDOW: "sliding_window", OTHER: "sliding_window"}
