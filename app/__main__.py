@@ -1,4 +1,4 @@
-"""Where the `kvroute` command begins: as little as possible before Ctrl-C is quiet."""
+"""Entry of the `kvroute` command: as little as possible before Ctrl-C is quiet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings from a TOML file, by the names of their flags.
+"""Settings from a TOML file, by the names of their flags, and the log's start.
 
 The command line goes before the environment, that before the file, and that before the default.
 """
@@ -6,6 +6,7 @@ The command line goes before the environment, that before the file, and that bef
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import tomllib
@@ -23,13 +24,23 @@ from app.core.settings.planner import PlannerSettings
 from app.core.settings.router import PickerSettings
 from app.core.settings.worker import WorkerSettings
 from app.options import ARGUMENTS, Option
+from app.output import ErrHandler
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_BYTES = 1024 * 1024
 VARIABLE = "KVROUTE_CONFIG"
 FILE = "kvroute.config"
-"""In a context's `meta`: the path that --config gave; "": none."""
+"""Name in a context's `meta` of the path that --config gave; "": none."""
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def start_log(level: str) -> None:
+    """Log from now on, and first of variables that somebody may have misspelt."""
+    logging.basicConfig(level=level.upper(), handlers=[ErrHandler(LOG_FORMAT)])
+    for name, problem in list(unknown_variables(os.environ)):
+        logging.getLogger("kvroute").warning(problem)
+        del os.environ[name]  # said once is enough, also by processes that are started from here
 
 
 def with_config_file(command: F) -> F:
@@ -57,7 +68,8 @@ def _take_over(ctx: click.Context, _: click.Parameter, path: str | None) -> None
 
 
 def read_again(ctx: click.Context) -> dict[str, Any]:
-    """What the values of a command's options would be, were it started now. Raises ConfigError."""
+    """Returns the values of a command's options as a start would find them now. Raises
+    ConfigError."""
     try:
         arguments = [f"--config={ctx.meta[FILE]}", *ctx.meta[ARGUMENTS]]
         return ctx.command.make_context(ctx.info_name, arguments, ctx.parent).params
@@ -66,8 +78,8 @@ def read_again(ctx: click.Context) -> dict[str, Any]:
 
 
 def read(command: click.Command, path: str) -> dict[str, str]:
-    """The parameters of `command` that a file sets, as texts. Raises UsageError, which names the
-    file and the setting."""
+    """Returns the parameters of `command` that a file sets, as texts. Raises UsageError, which
+    names the file and the setting."""
     settings = {_name(option): option for option in command.params if isinstance(option, Option)}
     del settings["config"]
     texts = {}
@@ -85,7 +97,7 @@ def read(command: click.Command, path: str) -> dict[str, str]:
 
 
 def unknown(name: str, settings: Any) -> str:
-    """What to say of a name that no setting has."""
+    """Returns what to say of a name that no setting has."""
     similar = difflib.get_close_matches(name.replace("_", "-"), settings, 1)
     return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
 
@@ -110,7 +122,7 @@ def _table(path: str) -> dict[str, Any]:
 
 
 def _text(path: str, name: str, value: object) -> str:
-    """A value as it would be typed."""
+    """Returns a value as it would be typed."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and abs(value) >= 2**64:
@@ -130,18 +142,19 @@ OTHERS = frozenset(
         *("KVROUTE_BALANCER_MAXCONN", "KVROUTE_BALANCER_MAXCONN_PER_CLIENT"),
     }
 )
-"""Of `kvroute up` and of deploy/haproxy.cfg."""
+"""Variables of `kvroute up` and of deploy/haproxy.cfg."""
 SETTINGS = OTHERS | {
     variable(f)
     for settings in (PickerSettings, WorkerSettings, EngineAgentSettings, PlannerSettings)
     for f in fields(settings)
 }
 _NOT_OURS = re.compile(r"KVROUTE_TEST_|KVROUTE_(\w+_)?(SERVICE_(HOST|PORT)|PORT)(_|$)")
-"""Of the tests, and what Kubernetes sets in pods near a Service whose name begins with kvroute."""
+"""Variables of the tests, and of Kubernetes in pods near a Service whose name begins with
+kvroute."""
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Names that begin with KVROUTE_ and that nothing reads, each with what to say of it."""
+    """Yields names that begin with KVROUTE_ and that nothing reads, with what to say of each."""
     for name in sorted(environment.keys() - SETTINGS):
         if name.startswith("KVROUTE_") and not _NOT_OURS.match(name):
             similar = difflib.get_close_matches(name, SETTINGS, 1)

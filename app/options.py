@@ -38,15 +38,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=CommonSettings)
 
 ARGUMENTS = "kvroute.arguments"
-"""In a context's `meta`: what stood on the command line, for whoever reads it once more."""
+"""Name in a context's `meta` of the arguments on the command line."""
 OTHERS = "Options"
-"""The heading of what belongs under no other; listed last."""
+"""Heading of options that belong under no other, listed last."""
 ALL_SHOWN = "kvroute.all_shown"
-"""In a context's `meta`: whether the help lists all options, with variables and ranges."""
+"""Name in a context's `meta` of whether the help lists all options, with variables and ranges."""
 CLUSTER = "Cluster"
-"""The heading of the options of a cluster on this machine."""
-
-
+"""Heading of the options of a cluster on this machine."""
 _SETTING = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
 
 
@@ -80,7 +78,7 @@ class _CheckedText(click.ParamType[str]):
 
 @cache
 def option_type(kind: Kind) -> click.ParamType[Any] | type[bool] | None:
-    """The type of an option that takes values of this kind; None: click goes by the default."""
+    """Returns the type of an option for values of this kind, or None for the default's type."""
     match kind:
         case Integers(least, most):
             return click.IntRange(least, most)
@@ -157,7 +155,7 @@ class _OneLine(click.Command):
 
 
 def _with_flags(text: str, command: click.Command) -> str:
-    """`text` with flags of the command in place of the names of its settings."""
+    """Returns `text` with flags of the command in place of the names of its settings."""
     spelt = (opt for param in command.params for opt in param.opts if opt.startswith("--"))
     flags = {opt[2:].replace("-", "_"): opt for opt in spelt}
     return _SETTING.sub(lambda match: flags.get(match[0], match[0]), text)
@@ -203,7 +201,7 @@ class Command(_OneLine):
 
 
 def _briefly(text: str) -> str:
-    """An option's first clause, and its default."""
+    """Returns the first clause of an option's help, and its default."""
     text, mark, default = text.partition("  [default: ")
     return re.split(r"[.;](?= |$)", text)[0] + mark + default
 
@@ -297,11 +295,8 @@ class Option(click.Option):
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
-        return (
-            None
-            if value and self.envvar == "KVROUTE_PORT" and value.startswith("tcp://")
-            else value
-        )
+        is_of_kubernetes = self.envvar == "KVROUTE_PORT" and (value or "").startswith("tcp://")
+        return None if is_of_kubernetes else value
 
 
 def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
@@ -331,13 +326,13 @@ def options(cls: type, *, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 
 def pick(cls: type[S], values: dict[str, Any], *, without: tuple[str, ...]) -> S:
-    """A `cls` made from those of `values` that are its fields; the others keep their default."""
+    """Returns a `cls` made of the `values` that are its fields; others keep their default."""
     names = {f.name for f in fields(cls)} - set(without)
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def flags(settings: Any, *, without: tuple[str, ...] = ()) -> list[str]:
-    """The command line that `options` would read as `settings`."""
+    """Returns the command line that `options` would read as `settings`."""
     named = [(f, getattr(settings, f.name)) for f in fields(settings) if f.name not in without]
     texts = (
         flag(f, value) if isinstance(value, bool) else f"{flag(f)}={value}"

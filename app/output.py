@@ -12,12 +12,12 @@ from typing import Any, Literal
 from app.core.errors import cut, printable
 
 MAX_LINES = 10_000
-"""That wait to be written. More are lost; how many is told once the stream takes lines again."""
+"""Lines that wait to be written. More are lost, and counted once the stream takes lines again."""
 LINES_AT_ONCE = 256
 MAX_CHARACTERS = 2000
-"""Of a line of the log: what a file, an engine or an API server says wrongly may be megabytes."""
+"""Length of a line of the log: what an engine or an API server says wrongly may be megabytes."""
 FLUSH_S = 1.0
-"""How long the end of the process waits for what is not written."""
+"""Time for which the end of the process waits for lines that are not written."""
 
 
 class Output:
@@ -31,7 +31,7 @@ class Output:
         self._thread: Thread | None = None
 
     def write(self, *lines: str) -> None:
-        """lines: which stay together, without their ends."""
+        """Write lines, which stay together. They come without their ends."""
         if self._thread is None:
             self._start()
         try:
@@ -40,7 +40,7 @@ class Output:
             self._num_lost += 1
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Wait until all is written, or for as long as that."""
+        """Wait until all is written, or for `timeout_s`."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, timeout_s)
 

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
-from app.cli import _listening, _until_stopped, main
+from app.cli import main
 from app.config_file import unknown_variables
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
@@ -28,6 +28,7 @@ from app.core.settings.worker import WorkerSettings
 from app.local.cluster import Cluster
 from app.local.redis_server import EmbeddedRedis
 from app.options import Command
+from app.up import _listening, _until_stopped
 from tests.e2e.conftest import listens
 from tests.redis_servers import default_kind, require_binary, require_redis
 
@@ -521,7 +522,7 @@ def test_up_reports_once_that_its_redis_has_ended(monkeypatch, capsys):
         os.kill(redis.pid, signal.SIGKILL)
         os.waitid(os.P_PID, redis.pid, os.WEXITED | os.WNOWAIT)
         two_naps = iter((None, None))
-        monkeypatch.setattr("app.cli.time.sleep", lambda _: next(two_naps))
+        monkeypatch.setattr("app.up.time.sleep", lambda _: next(two_naps))
         with pytest.raises(StopIteration):
             _until_stopped(cluster)
     assert capsys.readouterr().err == "redis exited with status -9\n"

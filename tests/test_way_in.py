@@ -10,12 +10,13 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from app.cli import _listening
 from app.core.errors import EngineUnfit
 from app.core.settings.kinds import parse_engines
 from app.core.settings.router import RouterSettings
 from app.core.settings.worker import WorkerSettings
-from app.local.cluster import Cluster, ClusterError
+from app.local.child import ClusterError
+from app.local.cluster import Cluster
+from app.up import _listening
 from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 from workers.bridge.http.discovery import discover

@@ -1,4 +1,4 @@
-"""Processes that this one starts, the signals that end it and them, and workers that outlive it."""
+"""Processes that this one starts, the signals that end all, and workers that outlive this one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from app.core.errors import KvrouteError
 from app.local import with_parent
 
+START_DEADLINE_S = 60.0
+STOP_S = 30.0
+POLL_S = 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process and what it started: Ctrl-C, a supervisor, a closed terminal."""
 
@@ -31,7 +38,7 @@ def heed_interrupts() -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds back INTERRUPTS until it is left.
+    """Holds back INTERRUPTS until the context is left.
 
     An exception while a process is being started would leave one that nobody knows about.
     """
@@ -62,9 +69,9 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a program; command[0] is its path.
 
-    output: for what it prints; None: where this process prints. On Linux it gets SIGTERM as soon as
-    the thread that starts it here ends, however that ends. The caller stops it otherwise, and holds
-    interrupts until it has noted the process.
+    output: file for what it prints; None: where this process prints. On Linux the program gets
+    SIGTERM as soon as the thread that starts it ends, however that ends. The caller stops it
+    otherwise, and holds interrupts until it has noted the process.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(with_parent.__file__)), str(os.getpid()), *command],
@@ -78,13 +85,45 @@ def start_child(
     )
 
 
-STOP_S = 30.0
-POLL_S = 0.1
+class ClusterError(KvrouteError):
+    """A process of the cluster did not come up."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of a cluster, and where it listens."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def wait_for(member: Member, url: str, deadline: float, *, enough: tuple[int, ...] = ()) -> None:
+    """Wait until `url` answers 200, or with one of the statuses in `enough`. Raises ClusterError,
+    with the last answer, if it does not."""
+    last = "no answer"
+    while time.monotonic() < deadline:
+        status = member.process.poll()
+        if status is not None:
+            raise ClusterError(f"{member.name} exited with status {status}")
+        try:
+            with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310 - our own http URLs
+                answer.read()  # else HAProxy logs that the client has gone
+                return
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code in enough:
+                    return
+                last = error.read().decode(errors="replace")
+        except OSError as error:
+            last = str(error)
+        time.sleep(POLL_S)
+    raise ClusterError(f"{member.name} is not ready after {START_DEADLINE_S:g} s: {last}")
 
 
 def stop_workers(folder: Path, *signals: int) -> None:
-    """Stop all that any planner has started there, and wait for it; kill what is left after
-    STOP_S. signals: what to send instead, STOP_S apart."""
+    """Stop all workers that any planner has started, and kill those left after STOP_S. signals:
+    what to send instead, STOP_S apart."""
     for number in signals or (signal.SIGTERM, signal.SIGKILL):
         for pid in running_workers(folder).values():
             with suppress(ProcessLookupError):
@@ -95,7 +134,7 @@ def stop_workers(folder: Path, *signals: int) -> None:
 
 
 def running_workers(folder: Path) -> dict[str, int]:
-    """The processes that live, by worker; forgets the others."""
+    """Returns the processes that live, by worker, and forgets the others."""
     pids: dict[str, int] = {}
     for file in folder.glob("auto-*.pid"):
         text = ""

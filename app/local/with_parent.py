@@ -1,7 +1,7 @@
-"""Becomes another program that ends with the process that started it, even if that one is killed.
+"""A script that becomes another program, which ends with the process that started it.
 
-Run as a script, with the parent's process id and the program's command line. It is a script of its
-own as only a process can ask this for itself, and Python code between fork and exec may deadlock.
+Its arguments are the parent's process id and the program's command line. Only a process can ask
+for its own end, and Python code between fork and exec may deadlock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2), which only Linux has. The kernel keeps it across exec."""
+"""Option of prctl(2), which only Linux has and keeps across exec."""
 
 
 def main() -> None:

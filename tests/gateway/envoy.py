@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from app.local.envoy import rendered
+from app.local.balancers import rendered
 from app.local.redis_server import free_port
 from tests.door.conftest import until_healthy
 from tests.e2e.engines import ROOT, Process
