@@ -1,29 +1,18 @@
-"""`kvroute explain` and `whatif`: why requests went where they went, and where else they might."""
+"""`kvroute explain` and `whatif`: why requests went where they went, and in other fleets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import click
 import msgspec
-import numpy as np
 
-from app.core.errors import RoutingError
 from app.core.keys import Keyspace
 from app.ops import namespaces
 from app.ops.terminal import TIMEOUT_S, Answer, answering, counted, text_table
-from app.options import POLICY, POSITIVE, PROCESSES, Command, Number
-from app.policy.choose import choose
-from app.policy.cost import (
-    POLICIES,
-    CostFunction,
-    blocks,
-    predicted_prefill_s,
-    two_at_random,
-)
+from app.options import POLICY, PROCESSES, Command
 from app.policy.record import DecisionRecord, DecisionSummary
 from app.state import decisions
 from app.state.client import RedisClient
@@ -126,81 +115,27 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option("--policy", type=POLICY, help="Policy to score with.")
 @click.option(
-    "--workers",
-    "num_workers",
-    type=PROCESSES,
-    help="Instead, replay the decisions of the last minutes in a fleet of that size.",
+    "--policy", type=POLICY, default="latency", show_default=True, help="Policy of the routers."
 )
 @click.option(
-    "--prefill-weight",
-    type=Number(0, 1000),
-    help="Prefill weight for `blocks`, instead of 1.",
+    "--workers", "num_workers", type=PROCESSES, help="Size of the fleet; unset: as it is now."
 )
-@click.option("--last", default=1000, show_default=True, type=POSITIVE, help="Decisions to score.")
 @answering
 async def whatif(
-    redis: RedisClient,
-    keyspace: Keyspace,
-    policy: str | None,
-    num_workers: int | None,
-    prefill_weight: float | None,
-    last: int,
+    redis: RedisClient, keyspace: Keyspace, policy: str, num_workers: int | None
 ) -> Answer:
-    """Score the last decisions again with another policy, each on its own.
+    """Play the decisions of the last minutes again, by a policy, in a fleet of another size.
 
-    Only decisions whose candidates are all kept are scored: see --details-per-s. How other choices
-    would have changed the load for later decisions is not simulated. Another worker is no change if
-    both policies give the two workers the same cost, or if power_of_two, scored against itself,
-    draws another pair. No temperature is applied: a choice that was not the cheapest because of one
-    counts as changed. What failures cost, and slow or silent workers, counts for the policy that
-    decided alone, as does the wait for a prefix that is computed.
-
-    With --workers, the last decisions are played in virtual time, by the policy given or `latency`,
-    in a fleet of that size and in today's: each worker as fast as it was found to be.
+    They are played in virtual time, in today's fleet too: each worker is as fast as it was found to
+    be, and one that joins has an empty cache.
     """
-    if num_workers is not None:
-        return await _with_workers(redis, keyspace, num_workers, policy or "latency")
-    if policy is None:
-        raise click.UsageError("needs --policy or --workers")
-    if prefill_weight is not None and policy != "blocks":
-        raise click.BadParameter(
-            "only the policy blocks has a prefill weight", param_hint="--prefill-weight"
-        )
-    cost = None if prefill_weight is None else partial(blocks, prefill_weight=prefill_weight)
-    rng = np.random.default_rng(0)
-    comparison = Comparison()
-    async for record in decisions.read(redis, keyspace):
-        if record.seen is None:
-            continue
-        comparison.add(record, policy, cost, rng)
-        if comparison.decisions == last:
-            break
-    if not comparison.decisions:
-        await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-        raise click.ClickException("no decision is kept with its candidates: see --details-per-s")
-    means = comparison.means()
-    rows = [
-        (name, _short(mean["were"]), _short(mean["would be"]))
-        for name, mean in means["mean"].items()
-    ]
-    compared = counted(comparison.decisions, "decision")
-    lines = [
-        f"{compared}; {comparison.changed:,} would have gone elsewhere",
-        *text_table(("mean", "were", "would be"), rows),
-    ]
-    return Answer(means, lines)
-
-
-async def _with_workers(
-    redis: RedisClient, keyspace: Keyspace, workers: int, policy: str
-) -> Answer:
     from app.planner.predict import whatif as predicted
 
     now = await _num_workers_now(redis, keyspace)
-    forecasts = await predicted(redis, keyspace, sorted({now, workers} - {0}), policy)
-    if not forecasts[0].requests:
+    sizes = sorted({now, num_workers or now} - {0})
+    forecasts = await predicted(redis, keyspace, sizes, policy) if sizes else []
+    if not any(one.requests for one in forecasts):
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")
     head = ("workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
@@ -218,70 +153,6 @@ async def _with_workers(
 
 
 async def _num_workers_now(redis: RedisClient, keyspace: Keyspace) -> int:
-    """Returns the number of worker processes."""
     async with deadline(TIMEOUT_S):
         current: Any = await redis.hkeys(keyspace["current"])
     return len({key.rpartition(b":")[0] for key in current})
-
-
-class Comparison:
-    """Choices as they were, and as another policy would have made them."""
-
-    def __init__(self) -> None:
-        self.decisions = 0
-        self.changed = 0
-        self._sums = {
-            name: [0.0, 0.0]
-            for name in ("overlap blocks", "predicted start, s", "requests on the worker")
-        }
-
-    def add(
-        self,
-        record: DecisionRecord,
-        policy: str,
-        cost: CostFunction | None,
-        rng: np.random.Generator,
-    ) -> None:
-        seen = record.seen
-        assert seen is not None
-        eligible = np.array(seen.eligible, dtype=bool)
-        try:
-            choice = choose(
-                policy,
-                seen.candidates,
-                record.size,
-                eligible=eligible,
-                rng=rng,
-                nth=self.decisions,
-                cost=seen.priced(
-                    cost or POLICIES[policy].cost,
-                    again=cost is None and policy == record.policy,
-                ),
-            )
-            was = seen.workers.index(record.worker)
-            recorded = record.costs
-        except (RoutingError, ValueError, KeyError):
-            return
-        would_be = choice.index
-        alike = all(costs.cost[was] == costs.cost[would_be] for costs in (recorded, choice.costs))
-        if alike or (policy == record.policy and POLICIES[policy].narrow is two_at_random):
-            # Neither policy tells the two apart, or which pair was compared is not recorded: it is
-            # chance that another was drawn this time.
-            would_be = was
-        c = seen.candidates
-        start = c.prefill_s + predicted_prefill_s(c, record.size)
-        for name, values in zip(self._sums, (c.overlap, start, c.active_requests), strict=True):
-            self._sums[name][0] += float(values[was])
-            self._sums[name][1] += float(values[would_be])
-        self.decisions += 1
-        self.changed += was != would_be
-
-    def means(self) -> dict[str, Any]:
-        return {
-            "decisions": self.decisions,
-            "changed": self.changed,
-            "mean": {
-                name: {"were": were / self.decisions, "would be": would / self.decisions}
-                for name, (were, would) in self._sums.items()
-            },
-        }

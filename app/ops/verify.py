@@ -53,6 +53,8 @@ LONGEST_PLANNER_LEASE_S = 3600
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
+Wrong = tuple[str, str]
+"""What is wrong, and where."""
 
 
 @dataclass(slots=True)
@@ -97,9 +99,8 @@ async def verify(
         suspects = {suspect: None for suspect in suspects if suspect in again}
     for what, where in suspects:
         _note(findings, what, where)
-    extent = await _verify_index(
-        redis, _Usable(keyspace.namespace, unusable=unusable), max_buckets, findings
-    )
+    usable = _Usable(keyspace.namespace, unusable=unusable)
+    extent = await _verify_index(redis, usable, max_buckets, findings)
     return list(findings.values()), extent
 
 
@@ -124,20 +125,18 @@ class _Usable(Keyspace):
         return _Usable(self.namespace, shard, self.unusable)
 
 
-async def _look(
-    redis: RedisClient, keyspace: Keyspace
-) -> tuple[list[tuple[str, str]], frozenset[str]]:
-    """Returns (what, where) for everything that looks wrong now, except in the buckets of the
-    index; and the keys that are not of their type."""
+async def _look(redis: RedisClient, keyspace: Keyspace) -> tuple[list[Wrong], frozenset[str]]:
+    """Returns what looks wrong now, except in the buckets of the index; and the keys that are not
+    of their type."""
     wrong, incarnations, shards, unusable = await _look_at_names(redis, keyspace)
     wrong += await _look_at_models(redis)
     keyspace = _Usable(keyspace.namespace, unusable=unusable)
     wrong += await _look_at_planner(redis, keyspace)
     control = await read_control(redis, keyspace)
     reserved = await read_reservations(redis, keyspace, control.writers)
-    num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
     for inc in incarnations - control.writers.keys():
         wrong.append(("requests of an incarnation that has ended", readable(inc)))
+    num_shards = number_in(control.meta, b"shards") or MAX_SHARDS
     for shard in shards:
         if shard >= num_shards:
             wrong.append(("a shard past the last one", str(shard)))
@@ -158,17 +157,17 @@ async def _look(
 
 async def _look_at_names(
     redis: RedisClient, keyspace: Keyspace
-) -> tuple[list[tuple[str, str]], set[bytes], set[int], frozenset[str]]:
+) -> tuple[list[Wrong], set[bytes], set[int], frozenset[str]]:
     """Returns wrong keys, the incarnations and shards that have keys, and the keys that are not of
     their type."""
-    wrong: list[tuple[str, str]] = []
+    wrong: list[Wrong] = []
     incarnations, shards, unusable = set[bytes](), set[int](), set[str]()
     async for node, keys in scan(redis, keyspace.pattern):
-        parsed = {key: keyspace.parse(key) for key in keys}
-        shards |= {at[0] for at in parsed.values() if at and at[0] is not None}
+        parsed = {key: at for key in keys if (at := keyspace.parse(key))}
+        shards |= {shard for shard, _ in parsed.values() if shard is not None}
         names = {
             key: (shard, name)
-            for key, (shard, name) in ((key, at) for key, at in parsed.items() if at)
+            for key, (shard, name) in parsed.items()
             if shard is None or not name.startswith("blocks:")
         }
         async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
@@ -189,7 +188,7 @@ async def _look_at_names(
     return wrong, incarnations, shards, frozenset(unusable)
 
 
-async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
+async def _look_at_models(redis: RedisClient) -> list[Wrong]:
     """Returns what is wrong with the list of models, which all namespaces share."""
     async with deadline(STEP_TIMEOUT_S):
         seconds, _ = await redis.time()
@@ -208,36 +207,39 @@ async def _look_at_models(redis: RedisClient) -> list[tuple[str, str]]:
     return wrong
 
 
-async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[tuple[str, str]]:
-    """Returns the fields of the planner's hash that no planner would write."""
+def _is_whole(value: str) -> bool:
+    return re.fullmatch(r"\d{1,15}", value) is not None
+
+
+def _is_object(value: str) -> bool:
+    with suppress(ValueError):
+        return isinstance(orjson.loads(value), dict)
+    return False
+
+
+_PLANNER_FIELDS = {
+    **dict.fromkeys(("token", "until_ms", "desired", "size"), _is_whole),
+    **dict.fromkeys(("state", "values"), _is_object),
+}
+
+
+async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[Wrong]:
     async with deadline(STEP_TIMEOUT_S):
         seconds, _ = await redis.time()
         fields: Any = await redis.hgetall(keyspace["planner"])
     text = {readable(name): readable(value) for name, value in fields.items()}
-
-    def is_whole(value: str) -> bool:
-        return re.fullmatch(r"\d{1,15}", value) is not None
-
-    def is_object(value: str) -> bool:
-        try:
-            return isinstance(orjson.loads(value), dict)
-        except ValueError:
-            return False
-
-    checks = dict.fromkeys(("token", "until_ms", "desired", "size"), is_whole)
-    checks |= dict.fromkeys(("state", "values"), is_object)
     wrong = [
         ("a field of the planner that cannot be read", f"{name} {cut(value)}")
         for name, value in text.items()
-        if name in checks and not checks[name](value)
+        if name in _PLANNER_FIELDS and not _PLANNER_FIELDS[name](value)
     ]
     until = text.get("until_ms", "")
-    if is_whole(until) and int(until) > 1000 * (seconds + LONGEST_PLANNER_LEASE_S):
+    if _is_whole(until) and int(until) > 1000 * (seconds + LONGEST_PLANNER_LEASE_S):
         wrong.append(("a planner's lease that ends later than any asks for", until))
     return wrong
 
 
-async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str, str]]:
+async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[Wrong]:
     """Returns what is wrong with the keys of a shard other than its buckets."""
 
     def queue(pipe: Pipeline) -> None:
@@ -260,8 +262,8 @@ async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[tuple[str,
     return wrong
 
 
-def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
-    """Yields (what, where) for every value that no part of kvroute would write."""
+def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[Wrong]:
+    """Yields the values that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
     for name in (b"version", b"block_size", b"shards", b"incarnations"):
         if c.meta and number_in(c.meta, name) is None:
@@ -284,8 +286,7 @@ def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str,
             yield "a reservation that lasts longer than any router asks for", readable(request)
 
 
-def _contradictions(c: Control, reserved: ReservationRecords) -> Iterator[tuple[str, str]]:
-    """Yields (what, where) for every contradiction outside the index."""
+def _contradictions(c: Control, reserved: ReservationRecords) -> Iterator[Wrong]:
     for inc in c.leases.keys() ^ c.writers.keys():
         yield "an incarnation with a lease but no writer, or the reverse", readable(inc)
     for inc in c.writers.keys() - c.workers.keys():

@@ -59,11 +59,11 @@ class ChoiceInputs:
     affinity: Affinity | None = None
     others: dict[str, Floats] = field(default_factory=dict)
 
-    def priced(self, cost: CostFunction, *, again: bool) -> CostFunction:
-        """Returns `cost` with the session's term; again: also with the others, as it was
-        decided."""
+    def priced(self, cost: CostFunction) -> CostFunction:
+        """Returns `cost` plus what the request's session was worth and the terms that do not follow
+        from the candidates."""
         mine = cost if self.affinity is None else discounted(cost, self.affinity)
-        if not (again and self.others):
+        if not self.others:
             return mine
 
         def with_others(candidates: Candidates, size: RequestSize) -> Costs:
@@ -129,7 +129,7 @@ class DecisionRecord(DecisionSummary, kw_only=True):
         """Costs that the decision was made by. Raises AssertionError for a record without
         `seen`."""
         assert self.seen is not None
-        cost = self.seen.priced(POLICIES[self.policy].cost, again=True)
+        cost = self.seen.priced(POLICIES[self.policy].cost)
         return cost(self.seen.candidates, self.size)
 
 

@@ -258,45 +258,6 @@ async def test_explain_fails_for_a_decision_that_is_not_kept(decided):
     assert "no decision about 'r77' is kept (yet, or any longer)" in result.output
 
 
-async def test_whatif_scores_decisions_again_with_another_policy(decided):
-    same = await as_json(decided, "whatif", "--policy", "latency")
-    # r3 is a tie.
-    assert (same["decisions"], same["changed"]) == (4, 0)
-    assert all(mean["were"] == mean["would be"] for mean in same["mean"].values())
-    load_only = await as_json(decided, "whatif", "--policy", "blocks", "--prefill-weight", "0")
-    assert load_only["mean"]["overlap blocks"]["were"] == (10 + 10 + 2 + 0) / 4
-    assert (await as_json(decided, "whatif", "--policy", "latency", "--last", "2"))[
-        "decisions"
-    ] == 2
-    text = (await kvroute(decided, "whatif", "--policy", "latency", "--last", "1")).output
-    assert text.startswith("1 decision; ")
-    text = (await kvroute(decided, "whatif", "--policy", "round_robin")).output
-    assert text.startswith("4 decisions; ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--policy", "latency", "--prefill-weight", "2"),
-            "only the policy blocks has a prefill weight",
-        ),
-        (("--policy", "fastest"), "'fastest' is not one of"),
-    ],
-)
-async def test_whatif_refuses_options_that_make_no_sense(decided, arguments, message):
-    result = await kvroute(decided, "whatif", *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-async def test_whatif_needs_decisions_kept_with_their_candidates(workers, one_redis_server):
-    await workers.register("w1")
-    result = await kvroute(one_redis_server.url, "whatif", "--policy", "blocks")
-    assert result.exit_code == 1
-    assert "no decision is kept with its candidates" in result.output
-
-
 async def test_usage_counts_prefixes_over_a_window(decided):
     found = await as_json(decided, "inspect", "usage")
     assert found["decisions"] == 4
@@ -314,7 +275,7 @@ async def test_usage_counts_prefixes_over_a_window(decided):
     assert (await as_json(decided, "inspect", "usage", "--window-s", "6"))["decisions"] == 4
 
 
-async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
+async def test_explain_applies_session_affinity_as_the_decision_did(
     workers, one_redis_server, replica, redis
 ):
     for name in ("w1", "w2"):
@@ -337,7 +298,6 @@ async def test_explain_and_whatif_apply_session_affinity_as_the_decision_did(
     for name, candidate in answered.items():
         assert explained[name]["affinity"] == pytest.approx(candidate["terms"]["affinity"], 1e-5)
         assert explained[name]["cost"] == pytest.approx(candidate["cost"], 1e-5)
-    assert (await as_json(url, "whatif", "--policy", "latency", "--last", "1"))["changed"] == 0
 
 
 @pytest.mark.parametrize("session", ["a b", "x" * 129])

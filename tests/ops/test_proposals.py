@@ -67,12 +67,12 @@ def test_without_proposals_and_decisions_that_is_said(url, raw):
         1,
         "Error: no planner has proposed anything in 'test'\n",
     )
-    result = kvroute(url, "whatif", "--workers", "3")
-    assert (result.exit_code, result.output) == (
-        1,
-        "Error: no decision of the last minutes is kept\n",
-    )
-    assert "needs --policy or --workers" in kvroute(url, "whatif").output
+    for given in ([], ["--workers", "3"]):
+        result = kvroute(url, "whatif", *given)
+        assert (result.exit_code, result.output) == (
+            1,
+            "Error: no decision of the last minutes is kept\n",
+        )
 
 
 async def test_fewer_and_more_workers_are_played(one_redis_server):
@@ -93,3 +93,6 @@ async def test_fewer_and_more_workers_are_played(one_redis_server):
         assert (one["size"], two["size"]) == (1, 2)
         assert one["requests"] == two["requests"] == 12
         assert one["hit_rate"] >= two["hit_rate"] > 0
+        result = await asyncio.to_thread(kvroute, url, "whatif", "--policy", "random", "--json")
+        [now] = json.loads(result.output)
+        assert (now["size"], now["requests"]) == (2, 12)
