@@ -83,7 +83,7 @@ class _Main(_LazyGroup):
         "drain": "app.ops.drain",
         "explain": "app.ops.explain",
         "whatif": "app.ops.explain",
-        "reset": "app.ops.reset",
+        "reset": "app.ops.namespaces",
         "usage": "app.ops.usage",
     }
     extras: ClassVar = {"replay": "loadtest", "demo": "loadtest"}

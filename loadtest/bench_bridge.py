@@ -30,7 +30,7 @@ from app.core.keys import Keyspace
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import WorkerInfo
 from app.http.server import collect_seldom, run
-from app.ops.reset import delete_namespace
+from app.ops.namespaces import delete_namespace
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from loadtest.bench_engines import agent_beside

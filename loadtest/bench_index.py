@@ -30,7 +30,7 @@ from app.core.keys import Keyspace
 from app.core.settings.kinds import MOST
 from app.core.types import SequenceHash, Tier
 from app.http.server import collect_seldom
-from app.ops.reset import delete_namespace
+from app.ops.namespaces import delete_namespace
 from app.state.client import RedisClient
 from app.state.connect import connect
 from app.state.overlap import Boundaries, match

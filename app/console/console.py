@@ -8,11 +8,10 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from app.console import answers, history, overview, roster
+from app.console import answers, roster, sampler
 from app.console.answers import table
-from app.console.history import Curves
 from app.console.kept import CachedAnswer, KeptAnswers
-from app.console.sampler import Sampler
+from app.console.sampler import Curves, Sampler
 from app.console.tail import COLUMNS, DecisionFilter, DecisionTail, Entry, place
 from app.core.check import Check
 from app.core.errors import NamespaceMissing, RedisUnavailable
@@ -129,14 +128,14 @@ class Console:
             "namespace": self._router.namespace,
             "version": self._version,
             "window_s": WINDOW_S,
-            "tiles": overview.tiles(together, view),
-            "replicas": overview.replicas_table(there, self._replica),
+            "tiles": roster.tiles(together, view),
+            "replicas": roster.replicas_table(there, self._replica),
             "redis": await self._server.now(),
-            "models": overview.models_table(together, view),
+            "models": roster.models_table(together, view),
             "errors": await self._errors(),
             "localities": together.localities(),
             "localities_window_s": LONG_WINDOW_S,
-            "findings": overview.findings(results, holding(together)),
+            "findings": roster.findings(results, holding(together)),
         }
 
     async def _errors(self, worker: str = "") -> answers.Rows:
@@ -182,8 +181,15 @@ class Console:
         if view is None:
             return []
         await self._followed.now()
-        rows = self._sampler.roster.see(view)
-        rows = roster.with_values(rows, await self._values.now(), self._tail.hits())
+        values, hits = await self._values.now(), self._tail.hits()
+        rows = [
+            row
+            | {
+                "unique_value_s": values.get(row["worker"].rpartition(":")[0]),
+                "predicted_hit": hits.get(row["worker"]),
+            }
+            for row in self._sampler.roster.see(view)
+        ]
         said = await replicas.present(self._redis, self._keyspace)
         ended = Together(said.values()).workers
         return roster.with_endings(rows, ended, await self._last_errors.now())
@@ -198,7 +204,7 @@ class Console:
         reserved = await requests_on(self._redis, self._keyspace, Incarnation(row["incarnation"]))
         return {
             "worker": row,
-            "series": history.of_worker(await self._hour.since(0), key),
+            "series": sampler.of_worker(await self._hour.since(0), key),
             "prefixes": {
                 "columns": ("block", "num_blocks", "requests"),
                 "rows": [[f"{u.block:016x}", u.num_blocks, u.requests] for u in used],
@@ -244,13 +250,13 @@ class Console:
 
     async def history(self, window_s: int) -> answers.HistoryShown:
         now_ms = self._router.fleet.redis_now_ms or 0
-        is_long = window_s > history.HOUR_S
+        is_long = window_s > sampler.HOUR_S
         curves = self._day if is_long else self._hour
         samples = await curves.since(now_ms - 1000 * window_s)
         step_ms = replicas.MINUTE_MS if is_long else replicas.STEP_MS
-        answer = history.shown(samples, step_ms // 1000)
+        answer = sampler.shown(samples, step_ms // 1000)
         if not is_long:
-            answer["heat"] = history.heat(samples)
+            answer["heat"] = sampler.heat(samples)
         return answer
 
     async def drain(self, name: str, *, undo: bool) -> answers.Drained | None:

@@ -13,7 +13,7 @@ from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
 from app.core.types import Incarnation, SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS, Item
-from app.ops import holders, namespaces, reuse, workers
+from app.ops import namespaces, reuse, workers
 from app.ops import verify as verification
 from app.ops.terminal import Answer, answering, counted, text_table
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
@@ -132,7 +132,7 @@ async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> 
     names = {w.incarnation: w for w in (await workers.everyone(redis, keyspace))}
     rows = [
         (_name(names, inc), inc, tier.name.lower(), key)
-        for key, owners in await holders.owners_of(redis, keyspace, block)
+        for key, owners in await workers.owners_of(redis, keyspace, block)
         for inc, tier in owners
     ]
     head = ("worker", "incarnation", "tier", "key")
@@ -228,7 +228,7 @@ async def prefix(
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await namespaces.block_size(redis, keyspace)
     _, chain = compute_hashes(tokens, block_size, seed=seed_for(lora_name, cache_namespace))
-    holdings = await holders.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
+    holdings = await workers.prefix(redis, keyspace, chain, len(tokens)) if chain else {}
     rows = sorted(
         [
             (name, one.held.device, one.held.host, one.held.disk, one.held.total, one.reused)

@@ -1,35 +1,129 @@
-"""Workers as Redis has them: leases, loads, blocks, metrics and reservations."""
+"""Workers as Redis has them: leases, loads, metrics, reservations, and blocks that they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from app.core import registration
+from app.core.chains import parse_owners, shard_of
+from app.core.errors import RedisUnavailable
 from app.core.keys import Keyspace
 from app.core.loads import Load
-from app.core.types import Incarnation, Tier, parse_incarnation
+from app.core.overlaps import Resume
+from app.core.registration import decode_info, decode_metrics
+from app.core.types import Incarnation, SequenceHash, Tier, TierOverlap, parse_incarnation
 from app.core.verdicts import NO_MARKS, SERVING, State, Verdict, parse_marks
 from app.core.worker_report import (
     DEFAULT_SPEED,
     NO_READINGS,
     ForwardPassMetrics,
     GpuReadings,
-    Speed,
     WorkerInfo,
 )
-from app.ops.holders import held_blocks
 from app.policy.view import View
+from app.state import overlap
 from app.state.client import RedisClient
 from app.state.columns import parse_load
 from app.state.connect import deadline
-from app.state.reading import STEP_TIMEOUT_S, Control, read_control, readable
+from app.state.reading import (
+    STEP_TIMEOUT_S,
+    Control,
+    buckets,
+    contents,
+    number_of,
+    read_control,
+    readable,
+)
+from app.state.scripts import ScriptRunner
 from app.state.streams import id_ms, pages_backwards
+
+
+async def owners_of(
+    redis: RedisClient, keyspace: Keyspace, block: SequenceHash
+) -> list[tuple[str, list[tuple[Incarnation, Tier]]]]:
+    """Returns the keys that contain `block`, with its owners there, dead ones included.
+
+    The bucket depends on the first block of the group, which a hash does not reveal: all are asked.
+    Raises RedisUnavailable.
+    """
+    name = f"{block:016x}"
+    owners_by_block = []
+    async for node, keys in buckets(redis, keyspace):
+        async with deadline(STEP_TIMEOUT_S), node.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hget(key, name)
+            replies = await pipe.execute(raise_on_error=False)
+        for key, owners in zip(keys, replies, strict=True):
+            if isinstance(owners, bytes):
+                owners_by_block.append((readable(key), list(parse_owners(owners))))
+    return owners_by_block
+
+
+class Holding(NamedTuple):
+    """Leading blocks of a prompt that a worker holds, and the number that its engine reuses."""
+
+    held: TierOverlap
+    reused: int
+
+
+async def prefix(
+    redis: RedisClient, keyspace: Keyspace, chain: list[SequenceHash], num_tokens: int
+) -> dict[str, Holding]:
+    """Returns what each live worker holds of a prompt, by worker key.
+
+    Raises RedisUnavailable, even if only the index cannot be read.
+    """
+    control = await read_control(redis, keyspace)
+    shards = number_of(keyspace, control.meta, "shards")
+    try:
+        overlaps = await overlap.read_whole(
+            ScriptRunner(redis, STEP_TIMEOUT_S), keyspace, chain, shards
+        )
+    except RedisUnavailable as error:
+        shard = keyspace.of_shard(shard_of(chain[0], shards))
+        raise RedisUnavailable(f"the index cannot be read in {shard.tag!r}: {error}") from error
+    holdings = {}
+    for name, number in control.current.items():
+        inc = parse_incarnation(number) or Incarnation(0)
+        held = overlaps.get(inc)
+        if held and control.leases.get(number, 0) > control.now_ms:
+            resume, info = overlaps.resumes.get(inc), control.workers.get(number)
+            holdings[readable(name)] = Holding(held, _reused(held, resume, info, num_tokens))
+    return holdings
+
+
+def _reused(held: TierOverlap, resume: Resume | None, text: bytes | None, num_tokens: int) -> int:
+    info = _readable(decode_info, text or b"", None)
+    if info is None:
+        return held.total  # `verify` tells
+    most = (num_tokens - 1) // info.block_size
+    return resume.reused(most) if resume else info.reuse_rule.reusable(held, most)
+
+
+async def held_blocks(
+    redis: RedisClient, keyspace: Keyspace
+) -> tuple[Counter[tuple[Incarnation, Tier]], int]:
+    """Returns the entries of each incarnation by tier, and the number of unique blocks.
+
+    Reads the whole index. Raises RedisUnavailable.
+    """
+    held: Counter[tuple[Incarnation, Tier]] = Counter()
+    unique = 0
+    async for node, keys in buckets(redis, keyspace):
+        for entries in await contents(node, list(keys)):
+            unique += len(entries or ())
+            for owners in (entries or {}).values():
+                held.update(parse_owners(owners))
+    return held, unique
+
 
 STEP_ENTRIES = 512
 """Entries of the metrics stream that are read at once, in 2 ms of Redis's time."""
 LATEST_MS = 1e15
+NOTHING_MEASURED = (ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +214,15 @@ async def with_blocks(
     counted = []
     for inc in sorted(control.writers.keys() | control.workers.keys(), key=_number):
         expiry = control.leases.get(inc)
-        info = control.workers.get(inc)
         number = _number(inc)
         at_ms, entry = newest.get(inc, (None, {}))
-        measured, _, gpu = _readable_report(entry)
+        measured, _, gpu = _readable(decode_metrics, entry, NOTHING_MEASURED)
         lease_ms = None if expiry is None else _finite(expiry) - control.now_ms
         has_lease = lease_ms is not None and lease_ms > 0
         counted.append(
             WorkerStatus(
                 incarnation=number,
-                info=_readable_info(info),
+                info=_readable(decode_info, control.workers.get(inc, b""), None),
                 current=inc in marks,
                 lease_ms=lease_ms,
                 load=parse_load(control.load.get(inc, b"")),
@@ -163,17 +256,8 @@ def _number(inc: bytes) -> Incarnation:
     return parse_incarnation(inc) or Incarnation(0)
 
 
-def _readable_info(text: bytes | None) -> WorkerInfo | None:
+def _readable(decode: Callable[[Any], T], value: Any, default: T) -> T:
     try:
-        return registration.decode_info(text) if text else None
+        return decode(value)
     except ValueError:
-        return None
-
-
-def _readable_report(
-    entry: dict[bytes, bytes],
-) -> tuple[ForwardPassMetrics, Speed, GpuReadings]:
-    try:
-        return registration.decode_metrics(entry)
-    except ValueError:
-        return ForwardPassMetrics(), DEFAULT_SPEED, NO_READINGS
+        return default

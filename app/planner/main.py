@@ -21,8 +21,7 @@ from app.core.settings.planner import PlannerSettings
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
-from app.planner.connectors.base import Advise, Connector, ExecConnector
-from app.planner.connectors.local import Local
+from app.planner.connectors.base import Advise, Connector, ExecConnector, Local
 from app.planner.loop import Planner
 from app.planner.metrics import PlannerMetrics
 from app.planner.observe import Observer

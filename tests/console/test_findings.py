@@ -1,4 +1,4 @@
-from app.console.overview import findings
+from app.console.roster import findings
 from app.core.check import Check
 
 FAIL = Check("KvrouteRequestsFail", False, "86% of the requests fail", "see the last errors")

@@ -2,8 +2,15 @@
 
 import orjson
 
-from app.console.history import HEAT_COLUMNS, HEAT_WORKERS, heat, of_worker, shown
-from app.console.sampler import MAX_QUEUES, means
+from app.console.sampler import (
+    HEAT_COLUMNS,
+    HEAT_WORKERS,
+    MAX_QUEUES,
+    heat,
+    means,
+    of_worker,
+    shown,
+)
 
 
 def sample(at_s, **values):

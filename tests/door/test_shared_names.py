@@ -11,7 +11,7 @@ from aiohttp import web
 
 from app.core.keys import DATA_VERSION, Keyspace
 from app.core.settings.kinds import parse_sharing
-from app.ops.reset import delete_namespace
+from app.ops.namespaces import delete_namespace
 from app.state import leases, models
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import changing_replica, completing, replica

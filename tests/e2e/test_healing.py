@@ -24,7 +24,7 @@ from app.core.hashing import compute_hashes
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.core.types import Tier, TierOverlap
-from app.ops.reset import delete_namespace
+from app.ops.namespaces import delete_namespace
 from app.policy.decision import RouteRequest
 from app.router import maintenance
 from app.router.fleet import Fleet

@@ -7,7 +7,7 @@ from app.ops.usage import hours_in
 from app.state import usage
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import KEYS
-from tests.ops.test_explain_on_redis import as_json, kvroute
+from tests.ops.test_explain import as_json, kvroute
 
 USED = {
     Who("ann", "acme", "m"): UsageSums(3, 1, 0, 2000, 1500, 40, 2500, 1),

@@ -18,9 +18,8 @@ from kubernetes_asyncio import client
 from app.core.errors import ConfigError
 from app.core.roles import Role
 from app.local.child import running_workers, stop_workers
-from app.planner.connectors.base import ConnectorError, ExecConnector
+from app.planner.connectors.base import ConnectorError, ExecConnector, Local
 from app.planner.connectors.kubernetes import DELETION_COST, FIRST, Kubernetes
-from app.planner.connectors.local import Local
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import NAMESPACE
@@ -101,7 +100,7 @@ async def test_a_worker_that_ends_as_it_is_to_be_stopped_is_stopped(tmp_path, mo
     ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await ended.wait()
     found = {"auto-1": ended.pid}
-    monkeypatch.setattr("app.planner.connectors.local.running_workers", lambda _: found)
+    monkeypatch.setattr("app.planner.connectors.base.running_workers", lambda _: found)
     await Local("", tmp_path, "redis://127.0.0.1", NAMESPACE).remove("auto-1", BOTH, 1)
 
 
