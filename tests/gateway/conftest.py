@@ -16,7 +16,7 @@ from app.core.settings.router import PickerSettings
 from app.router import routers
 from tests.door.conftest import port_of, registered
 from tests.eventually import eventually
-from tests.fake_worker import NAMESPACE, FakeWorker
+from tests.fake_worker import NAMESPACE
 
 if find_spec("grpc") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -282,4 +282,10 @@ async def fleet(redis, url, num=2, **settings):
         yield gateway
 
 
-__all__ = ("DONE", "EVENTS", "USAGE", "FakeWorker", "fleet", "picking")
+@pytest.fixture
+async def gateway(request, redis, one_redis_server):
+    """What `fleet` yields for the arguments of the mark `fleet`."""
+    mark = request.node.get_closest_marker("fleet")
+    args, settings = (mark.args, mark.kwargs) if mark else ((), {})
+    async with fleet(redis, one_redis_server.url, *args, **settings) as one:
+        yield one
