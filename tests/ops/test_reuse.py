@@ -4,7 +4,7 @@ from app.state import replicas
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
 from tests.fake_worker import KEYS, FakeWorkers
-from tests.ops.test_explain_on_redis import as_json, kvroute
+from tests.ops.test_explain import as_json, kvroute
 
 ROWS = [
     ["llama", "prompt", "", 1000],
