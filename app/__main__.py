@@ -6,7 +6,6 @@ import signal
 
 
 def main() -> None:
-    """Run the command line."""
     # Loading takes half a second and leaves nothing behind: Ctrl-C ends it at once, without a
     # traceback. The command that runs then takes the signal over.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -97,7 +97,6 @@ def read(command: click.Command, path: str) -> dict[str, str]:
 
 
 def unknown(name: str, settings: Any) -> str:
-    """Returns what to say of a name that no setting has."""
     similar = difflib.get_close_matches(name.replace("_", "-"), settings, 1)
     return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
 
@@ -122,7 +121,6 @@ def _table(path: str) -> dict[str, Any]:
 
 
 def _text(path: str, name: str, value: object) -> str:
-    """Returns a value as it would be typed."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and abs(value) >= 2**64:

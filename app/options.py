@@ -201,7 +201,6 @@ class Command(_OneLine):
 
 
 def _briefly(text: str) -> str:
-    """Returns the first clause of an option's help, and its default."""
     text, mark, default = text.partition("  [default: ")
     return re.split(r"[.;](?= |$)", text)[0] + mark + default
 
@@ -231,8 +230,6 @@ def _sigint_ends_at_once() -> bool:
 
 
 class Group(Command, click.Group):
-    """A command that has others."""
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
         self.format_commands(ctx, formatter)

@@ -283,8 +283,6 @@ def _until_stopped(cluster: Cluster) -> None:
 
 
 class _PathRequest(NamedTuple):
-    """A path below /v1, and the body that it gets."""
-
     path: str
     body: Mapping[str, Any]
 

@@ -21,7 +21,6 @@ class Rows(TypedDict):
 
 
 def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Rows:
-    """Returns the rows as lists, with None where a row lacks a column."""
     return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}
 
 
@@ -72,8 +71,6 @@ class WorkerShown(TypedDict):
 
 
 class DecisionsShown(Rows):
-    """Decisions, the newest first; `id` is that of the entry in the stream."""
-
     last: Annotated[str, _told("id of the newest decision there is")]
     missed: Annotated[bool, _told("there may have been more after `after` than are kept here")]
 

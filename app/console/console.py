@@ -100,11 +100,9 @@ class Console:
         self.answers = KeptAnswers(lambda: router.fleet.redis_now_ms)
 
     async def run(self) -> None:
-        """Run until cancelled."""
         await self._sampler.run()
 
     async def _view(self) -> View | None:
-        """Returns the workers as they were a moment ago, or None if there has never been one."""
         view, now_ms = self._router.fleet.last_view, self._router.fleet.redis_now_ms
         if view is None:
             with suppress(NamespaceMissing):
@@ -195,7 +193,6 @@ class Console:
         return roster.with_endings(rows, ended, await self._last_errors.now())
 
     async def worker(self, key: str) -> answers.WorkerShown | None:
-        """Returns one worker, or None if there is none."""
         row = next((row for row in await self._rows() if row["worker"] == key), None)
         if row is None:
             return None
@@ -220,7 +217,6 @@ class Console:
     async def decisions(
         self, after: str, limit: int, which: DecisionFilter
     ) -> answers.DecisionsShown:
-        """Returns the newest decisions that came `after` one."""
         await self._followed.now()
         newer = [e for e in reversed(self._tail.entries) if place(e.id) > place(after)]
         rows = [entry.row() for entry in newer if which.takes(entry.record)]
@@ -228,7 +224,6 @@ class Console:
         return self._shown(rows[:limit], after, is_missed=is_missed)
 
     async def decision(self, request_id: str) -> answers.DecisionsShown:
-        """Returns the newest decisions about a request."""
         await self._followed.now()
         rows = [e.row() for e in reversed(self._tail.entries) if e.record.request_id == request_id]
         if not rows:
@@ -244,7 +239,6 @@ class Console:
         return {"last": last, "missed": is_missed, "columns": COLUMNS, "rows": rows}
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Returns why a request went where it went, or None if no decision is kept."""
         record = await find(self._redis, self._keyspace, request_id)
         return None if record is None else explanation(record)
 
@@ -290,7 +284,6 @@ class Console:
         return reuse.together((await replicas.present(self._redis, self._keyspace)).values())
 
     async def usage(self) -> answers.Rows:
-        """Returns what keys have used in the last day, by hours."""
         hours = await by_hour(self._redis, self._keyspace, DAY_H)
         recent = added_up(chain(*hours[-2:]), "key")
         by_key = [added_up(rows, "key") for rows in hours]

@@ -84,7 +84,6 @@ class CachedAnswer(Generic[T]):
         self._made_s = -math.inf
 
     async def now(self) -> T:
-        """Raises what asking raises."""
         task = self._asking
         if task is None or (task.done() and time.monotonic() - self._made_s >= self._for_s):
             task = self._asking = asyncio.create_task(self._made())

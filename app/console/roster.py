@@ -39,8 +39,6 @@ class _Sighting:
 
 
 class Roster:
-    """Rows of workers by key, as they were last seen."""
-
     def __init__(self) -> None:
         self._seen: dict[str, _Sighting] = {}
 
@@ -200,7 +198,6 @@ def replicas_table(there: Mapping[str, tuple[int, Mapping[str, Any]]], own: str)
 
 
 def models_table(together: Together, view: View | None) -> Rows:
-    """Returns how requests of the last minute ended, the models with most trouble first."""
     models = sorted(together.models.items(), key=lambda item: (-trouble(item[1]), item[0]))
     queues = _queues_by_model(view) if view else {}
     rows = [
@@ -216,7 +213,6 @@ def models_table(together: Together, view: View | None) -> Rows:
 
 
 def _queues_by_model(view: View) -> dict[str, float]:
-    """Returns the mean seconds of prefill in line at the workers of each model."""
     queues: dict[str, list[float]] = {}
     for info, load in zip(view.infos, view.loads, strict=True):
         for model in info.models:

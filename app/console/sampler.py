@@ -65,7 +65,6 @@ class Sampler:
         self._last_event = ""
 
     async def run(self) -> None:
-        """Run until cancelled; then say that the replica is gone."""
         try:
             while True:
                 try:
@@ -117,7 +116,6 @@ class Sampler:
             await self._sample()
 
     async def _changes(self) -> dict[str, int]:
-        """Returns how often each worker has joined or left within the last hour."""
         now_ms = self._router.fleet.redis_now_ms or 0
         after = self._last_event or f"{max(0, now_ms - HOUR_MS)}-0"
         page = await events.read(self._router.redis, self._keyspace, after, events.KEPT)
@@ -237,7 +235,6 @@ def heat(samples: Sequence[Sample]) -> Heat:
 
 
 def of_worker(samples: Iterable[Sample], worker: str) -> dict[str, list[float | None]]:
-    """Returns the queue of one worker over time."""
     points = [(at_ms // 1000, _queues(values).get(worker)) for at_ms, values in samples]
     return {"at_s": [at for at, _ in points], "queue_s": [_number(value) for _, value in points]}
 

@@ -44,8 +44,6 @@ class DecisionFilter:
 
 
 class Entry(NamedTuple):
-    """A decision without its candidates, and its id in the stream."""
-
     id: str
     record: DecisionSummary
     explained: bool
@@ -94,7 +92,6 @@ class DecisionTail:
         self.entries.extend(reversed(new))
 
     def lacks(self, after: str) -> bool:
-        """Whether decisions that followed `after` may be missing here."""
         is_full = len(self.entries) == KEPT
         begins = max(place(self._read_from), place(self.entries[0].id) if is_full else (0, 0))
         return place(after) < begins
@@ -117,7 +114,6 @@ def place(entry_id: str) -> tuple[int, int]:
 
 
 def entries(page: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Entry]:
-    """Yields the entries that can be read."""
     for entry_id, fields in page:
         try:
             record, explained = decode_summary(fields[decisions.FIELD])

@@ -80,7 +80,6 @@ BODY_MODES = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_S
 
 
 def _described(message: Any, name: str, number: int, kind: str) -> None:
-    """Add a field to a message."""
     inner = kind.strip("[]{}")
     several = inner != kind
     field = message.field.add(name=name, number=number, label=3 if several else 1)

@@ -29,8 +29,6 @@ _VIA_UPSTREAM = "via_upstream"
 
 
 class GatewayCall(Protocol):
-    """The part of a gRPC call that is used here."""
-
     async def read(self) -> Any: ...
 
     async def write(self, message: Response) -> None: ...
@@ -87,7 +85,6 @@ class GatewayRequest:
         }
 
     async def read(self) -> Request | None:
-        """Returns what the gateway says next, or None if it says no more."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             said = await ahead
@@ -165,7 +162,6 @@ class GatewayRequest:
 
 
 def _client_in(headers: messages.Headers) -> str:
-    """Returns the address that the gateway, or a proxy before it, saw last."""
     said = dict(headers).get(b"x-forwarded-for", b"")
     return said.rpartition(b",")[2].strip().decode("latin-1") or UNKNOWN
 

@@ -75,7 +75,6 @@ def metadata_in(request: Request, namespace: str, name: str) -> str | None:
 
 
 def attribute_in(request: Request, name: str) -> str:
-    """Returns an attribute, or "" if the gateway does not say."""
     for about in request.attributes.values():
         if name in about.fields:
             return str(about.fields[name].string_value)
@@ -118,7 +117,6 @@ def goes_to(endpoints: str, headers: Headers, without: Iterable[bytes], body: by
 
 
 def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
-    """Yields the body of a request as it goes on, and its trailers."""
     for begin in range(0, max(1, len(body)), CHUNK_BYTES):
         is_last = not has_trailers and begin + CHUNK_BYTES >= len(body)
         yield _said(request_body=_piece(body[begin : begin + CHUNK_BYTES], is_last))
@@ -127,7 +125,6 @@ def pieces(body: bytes, *, has_trailers: bool) -> Iterator[Response]:
 
 
 def answer_headers(status: int, headers: Headers) -> Response:
-    """Returns the headers of an answer as they go on. headers: those to set."""
     common = ext_proc.CommonResponse()
     headers = [each for each in headers if each[0] != b"content-length"]
     if status >= 400:  # others are the engine's own
@@ -155,7 +152,6 @@ def _piece(body: bytes, is_last: bool) -> ext_proc.BodyResponse:
 
 
 def at_once(status: int, headers: Headers, body: bytes) -> Response:
-    """Returns an answer by the picker itself."""
     mutation = ext_proc.HeaderMutation(
         set_headers=_set([each for each in headers if each[0] != b"content-length"])
     )

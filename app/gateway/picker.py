@@ -142,7 +142,6 @@ class GatewayCarriage:
             self._life.goes_alone("out of the gateway's reach", elsewhere=False)
 
     def _told(self, decision: Decision) -> list[str]:
-        """Returns endpoints in the order in which they are to be tried."""
         first = self._at[decision.worker.key]
         if self._chosen:
             return [first, *(each for each in self._chosen if each != first)]
@@ -172,7 +171,6 @@ class GatewayCarriage:
         return [self._at[view.infos[at].key] for at in some[:MAX_FALLBACKS]]
 
     def _changes(self, worker: WorkerInfo) -> tuple[Headers, list[bytes]]:
-        """Headers that are set for the engine, and names of those that do not go on."""
         given = {*self._gateway.headers}
         going = [*self._headers, *of_rank(worker)]
         names = {name for name, _ in going}
@@ -184,7 +182,6 @@ class GatewayCarriage:
         return [each for each in going if each not in given], sorted(dropped)
 
     async def _beginning(self) -> messages.Request:
-        """Returns the headers of the answer. Raises ClientDisconnect; AnswerTimeout."""
         patience = self._door.patience
         most_s = patience.answer_s if self._outgoing.asked.streams else patience.whole_s
         try:
@@ -197,7 +194,6 @@ class GatewayCarriage:
         raise ClientDisconnect
 
     async def _follow(self) -> None:
-        """Watch the answer pass until it ends."""
         headers = await self._beginning()
         answer = GatewayAnswer(headers, self._outgoing, self._gateway.answer_mode)
         await self._moved(headers)
@@ -244,7 +240,6 @@ class GatewayCarriage:
         await self._client.refuse(answer.status, headers, answer.first, self._worker)
 
     async def _passes(self, answer: GatewayAnswer, said: messages.Request) -> bool:
-        """Whether that was the end."""
         is_duplex = self._gateway.answer_mode == FULL_DUPLEX_STREAMED
         if said.HasField("response_trailers"):
             rest = answer.goes_on(answer.passed(b"", is_last=True), is_last=True)

@@ -122,7 +122,6 @@ class Processor:
             self._silent.pop(wait, None)
 
     async def _process(self, _: object, call: grpc.aio.ServicerContext) -> None:
-        """One request of a gateway."""
         first = await self._first(call)
         if first is grpc.aio.EOF:
             return

@@ -28,7 +28,6 @@ def place_of(url: str) -> Place:
 def start_haproxy(
     binary: Path, folder: Path, front: Place, urls: Sequence[str], router: RouterSettings
 ) -> subprocess.Popen[bytes]:
-    """Start HAProxy before replicas with these URLs and settings."""
     servers = "".join(
         f"    server r{i} {url.removeprefix('http://')}\n" for i, url in enumerate(urls)
     )
@@ -78,7 +77,6 @@ def rendered(
 
 
 def _with_places(text: str, place: Place, others: Sequence[Place]) -> str:
-    """Returns `text` with its line of an address once for each of the others."""
     said = _said(place)
     [line] = [line for line in text.splitlines() if said in line]
     return text.replace(line, "\n".join(line.replace(said, _said(other)) for other in others))

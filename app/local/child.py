@@ -148,7 +148,6 @@ def running_workers(folder: Path) -> dict[str, int]:
 
 
 def _is_worker(pid: int, worker: str) -> bool:
-    """Whether that process is still the worker, and not another with its number."""
     with suppress(ChildProcessError):  # another planner's
         os.waitpid(pid, os.WNOHANG)
     try:

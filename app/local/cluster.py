@@ -312,14 +312,12 @@ class Cluster:
         return Member(name, url, start_child(arguments, env=environment, pass_fds=pass_fds))
 
     def kill(self) -> None:
-        """Kill all processes, so that stopping the cluster waits for none of them."""
         for member in self.members:
             member.process.kill()
         if self.planner_folder:
             stop_workers(Path(self.planner_folder), signal.SIGKILL)
 
     def _stop_all(self) -> None:
-        """Ask all processes to stop, wait, and kill those that do not."""
         for member in self.members:
             member.process.terminate()
         drain_s = max(part.drain_s for part in (self.router, self.worker, self._agent))

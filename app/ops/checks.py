@@ -89,7 +89,6 @@ async def of_server(redis: RedisClient) -> AsyncIterator[Check]:
 
 
 async def _pings(redis: RedisClient) -> float:
-    """Returns the median of a ping's seconds."""
     took = []
     for _ in range(PINGS):
         begin = time.perf_counter()
@@ -176,7 +175,6 @@ def lost_replicas(there: Iterable[str], events: Iterable[NamespaceEvent], now_ms
 
 
 def gone_traffic(per_s: Sequence[float | None]) -> Check:
-    """Checks whether requests still come. per_s: rate in each of the last minutes."""
     rates = [rate for rate in per_s if rate is not None]
     now, before = rates[-QUIET:], rates[:-QUIET]
     mean = sum(before) / len(before) if before else 0.0
@@ -224,7 +222,6 @@ async def of_router(url: str) -> Check:
 
 
 def _get(url: str) -> bytes:
-    """Returns the body of an answer, whatever its status. url: http:// or https://."""
     direct = build_opener(ProxyHandler({}))
     try:
         answer = direct.open(url, timeout=TIMEOUT_S)

@@ -104,7 +104,6 @@ async def _all(
 
 
 async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
-    """Returns checks of routers with a console: whether they are there, and how requests go."""
     try:
         said = await replicas.present(redis, keyspace)
         if not said:
@@ -120,7 +119,6 @@ async def _of_routers(redis: RedisClient, keyspace: Keyspace) -> list[Check]:
 
 
 async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
-    """Returns the workers that get requests; none where none has registered yet."""
     with suppress(KvrouteError):
         statuses = await workers.everyone(redis, keyspace)
         return [w.info for w in statuses if w.info and w.is_routed_to]

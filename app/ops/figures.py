@@ -161,13 +161,10 @@ def _at_worker(outcome: str) -> str:
 
 
 class Window:
-    """The readings of one replica over the last LONG_WINDOW_S."""
-
     def __init__(self) -> None:
         self._readings: deque[tuple[float, Reading]] = deque()
 
     def add(self, reading: Reading, now_s: float) -> None:
-        """now_s: monotonic."""
         self._readings.append((now_s, reading))
         while now_s - self._readings[0][0] > LONG_WINDOW_S and len(self._readings) > 1:
             self._readings.popleft()
@@ -201,7 +198,6 @@ class Window:
 
 
 def _finite(value: Any) -> float:
-    """Raises TypeError, ValueError."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{value} is no number")
@@ -304,7 +300,6 @@ class Together:
         return share(bounds[TARGET_S], bounds[math.inf] + never)
 
     def sum_of(self, prefix: str) -> float:
-        """Returns the sum of the last minute's counts whose names begin so."""
         return sum(number for name, number in self.minute.items() if name.startswith(prefix))
 
     def share_of(self, prefix: str, name: str) -> float:
@@ -329,7 +324,6 @@ class Together:
         return None
 
     def localities(self) -> dict[str, int]:
-        """Returns routed requests of the last minute by what became of the longest overlap."""
         prefix = "locality:"
         return {
             name.removeprefix(prefix): round(value)
@@ -338,7 +332,6 @@ class Together:
         }
 
     def series(self) -> dict[str, float | None]:
-        """Returns the values that the history keeps."""
         return {
             "requests_per_s": self.per_s["decisions:routed"],
             "refused_per_s": max(self.refused(self.per_s), self.per_s["ended:refused"]),

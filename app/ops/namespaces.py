@@ -47,7 +47,6 @@ class Summary:
 
 
 async def names(redis: RedisClient) -> list[str]:
-    """Returns the names of all namespaces, in order. Raises RedisUnavailable."""
     namespaces = set()
     async for _, keys in scan(redis, "kvroute:1:{*}:meta"):
         namespaces |= {readable(key)[len("kvroute:1:{") : -len("}:meta")] for key in keys}

@@ -54,7 +54,7 @@ LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
 Wrong = tuple[str, str]
-"""What is wrong, and where."""
+"""Contradiction, and its place."""
 
 
 @dataclass(slots=True)

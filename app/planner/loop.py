@@ -266,7 +266,6 @@ class Planner:
         await self._start({role: 1}, self._size() + 1, str(Reason.OTHER_ROLE))
 
     def _size(self) -> int:
-        """Returns the number of workers that stay."""
         return sum(not seen.drains for seen in self._observer.workers_seen.values())
 
     async def _drain(self) -> None:

@@ -142,7 +142,6 @@ class Observer:
             seen.loads.clear()
 
     def _workers(self, values: Mapping[str, float], block_size: int) -> list[WorkerState]:
-        """Returns the registered workers with the means of their samples."""
         return [
             WorkerState(
                 name,

@@ -35,7 +35,6 @@ def replay_of(
     is_over: Callable[[], bool] = lambda: False,
     grows: float = 1.0,
 ) -> Replay:
-    """Returns the Replay of one state. policy: of the routers. is_over, grows: see Replay."""
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
     setting = Setting(host_pool_tokens=observer.host_pool_tokens)
     if state.has_roles:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.http.protocol import MAX_HEAD_BYTES, MAX_URL_BYTES
-from app.local.envoy import rendered
+from app.local.balancers import rendered
 from app.local.redis_server import EmbeddedRedis, free_port
 from tests.attack.kv_port import KvPort
 from tests.e2e.engines import Process

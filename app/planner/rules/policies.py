@@ -126,7 +126,6 @@ def _loads(workers: Iterable[WorkerState]) -> Iterator[WorkerLoad]:
 
 
 def prefill_queue(workers: Iterable[WorkerState]) -> float:
-    """Returns the mean of the workers, 0 of none."""
     return fmean([load.prefill_queue for load in _loads(workers)] or [0.0])
 
 

@@ -149,7 +149,6 @@ class Replay:
         return summary(len(crew), judged, self._rules.slo, self._speed)
 
     def _at_s(self, at_s: float) -> float:
-        """Returns a time of decisions as virtual time."""
         return (at_s - self._origin_s) / self._growth
 
     def _check_time(self) -> None:
