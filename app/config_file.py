@@ -80,7 +80,11 @@ def read_again(ctx: click.Context) -> dict[str, Any]:
 def read(command: click.Command, path: str) -> dict[str, str]:
     """Returns the parameters of `command` that a file sets, as texts. Raises UsageError, which
     names the file and the setting."""
-    settings = {_name(option): option for option in command.params if isinstance(option, Option)}
+    settings = {
+        max(option.opts, key=len).removeprefix("--"): option
+        for option in command.params
+        if isinstance(option, Option)
+    }
     del settings["config"]
     texts = {}
     for name, value in _table(path).items():
@@ -99,10 +103,6 @@ def read(command: click.Command, path: str) -> dict[str, str]:
 def unknown(name: str, settings: Any) -> str:
     similar = difflib.get_close_matches(name.replace("_", "-"), settings, 1)
     return f"{name}: no such setting" + (f"; did you mean {similar[0]}?" if similar else "")
-
-
-def _name(option: click.Option) -> str:
-    return max(option.opts, key=len).removeprefix("--")
 
 
 def _table(path: str) -> dict[str, Any]:

@@ -153,6 +153,8 @@ def up(**values: Any) -> None:
     check_open(values["balancer_host"], keys, no_auth=asking.no_auth)
     if values["redis_url"] is not None:
         asyncio.run(_reach(values["redis_url"]))
+    of_agents = {name: values[name] for name in AGENT_SETTINGS}
+    of_agents |= {"model": values["model_name"], "capacity_tokens": values["kv_pool_tokens"]}
     heed_interrupts()
     with (
         suppress(KeyboardInterrupt),
@@ -167,7 +169,7 @@ def up(**values: Any) -> None:
             router=asking,
             worker=pick(WorkerSettings, values, without=("redis_url", "port")),
             engines=engines,
-            agent=_agent_of(values),
+            agent=pick(EngineAgentSettings, of_agents, without=()),
             planner=(
                 pick(PlannerSettings, values, without=("redis_url", "port"))
                 if values["with_planner"]
@@ -203,12 +205,6 @@ def _check_up(values: dict[str, Any], engines: list[str]) -> None:
             "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
             "which that waits"
         )
-
-
-def _agent_of(values: dict[str, Any]) -> EngineAgentSettings:
-    of_agents = {name: values[name] for name in AGENT_SETTINGS}
-    of_agents |= {"model": values["model_name"], "capacity_tokens": values["kv_pool_tokens"]}
-    return pick(EngineAgentSettings, of_agents, without=())
 
 
 def _check_gateway(values: dict[str, Any]) -> None:

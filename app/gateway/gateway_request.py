@@ -59,7 +59,8 @@ class GatewayRequest:
         self._has_answer = False
         self._start: Message = {}
         self._body: list[bytes] = []
-        self.client = _client_in(self.headers)
+        forwarded = dict(self.headers).get(b"x-forwarded-for", b"")
+        self.client = forwarded.rpartition(b",")[2].strip().decode("latin-1") or UNKNOWN
         self.held = HeldBody(held, self.client)
 
     def scope(self, carrier: Callable[..., object]) -> Scope:
@@ -159,11 +160,6 @@ class GatewayRequest:
             is_last = not message.get("more_body", False)
             piece = message.get("body", b"")
             await self.say(messages.answer_piece(piece, mode=self.answer_mode, is_last=is_last))
-
-
-def _client_in(headers: messages.Headers) -> str:
-    said = dict(headers).get(b"x-forwarded-for", b"")
-    return said.rpartition(b",")[2].strip().decode("latin-1") or UNKNOWN
 
 
 class GatewayAnswer:

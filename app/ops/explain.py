@@ -132,7 +132,9 @@ async def whatif(
     """
     from app.planner.predict import whatif as predicted
 
-    now = await _num_workers_now(redis, keyspace)
+    async with deadline(TIMEOUT_S):
+        current: Any = await redis.hkeys(keyspace["current"])
+    now = len({key.rpartition(b":")[0] for key in current})
     sizes = sorted({now, num_workers or now} - {0})
     forecasts = await predicted(redis, keyspace, sizes, policy) if sizes else []
     if not any(one.requests for one in forecasts):
@@ -150,9 +152,3 @@ async def whatif(
         for one in forecasts
     ]
     return Answer([asdict(one) for one in forecasts], text_table(head, rows))
-
-
-async def _num_workers_now(redis: RedisClient, keyspace: Keyspace) -> int:
-    async with deadline(TIMEOUT_S):
-        current: Any = await redis.hkeys(keyspace["current"])
-    return len({key.rpartition(b":")[0] for key in current})

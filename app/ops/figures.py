@@ -48,8 +48,8 @@ _COUNTED = (
     ("kvroute_door_tokens_from_total", "", "tokens_from:{source}"),
     ("kvroute_door_stage_seconds_sum", "", "stage_s:{stage}"),
     (_ENDED, "", "outcome:{outcome}"),
-    (_ENDED, "", "ended:{ended}"),
-    (_ENDED, "model", "{ended}"),
+    (_ENDED, "", "ended:{ending}"),
+    (_ENDED, "model", "{ending}"),
     ("kvroute_door_ttft_seconds_sum", "model", "ttft_s"),
     ("kvroute_door_ttft_seconds_count", "model", "ttft"),
     ("kvroute_door_worker_requests_total", "worker", "{at_worker}"),
@@ -110,10 +110,11 @@ def read(registry: CollectorRegistry) -> Reading:
     for metric in restricted.collect():
         for name, labels, value, *_ in metric.samples:
             outcome = labels.get("outcome", "")
-            kinds = {"ended": kind_of(outcome), "at_worker": _at_worker(outcome)} if outcome else {}
+            kind = kind_of(outcome).value
+            at_worker = outcome if outcome in ("failed", "full") else kind
             for label, count in _COUNTS_OF.get(name, ()):
                 counts = rows_of[label][labels[label]] if label else reading.counts
-                counts[count.format(**labels, **kinds)] += value
+                counts[count.format(**labels, ending=kind, at_worker=at_worker)] += value
             if name in _BUCKETS and labels.get("step", "look_up") == "look_up":
                 reading.buckets[_BUCKETS[name]][float(labels["le"])] += value
             elif name in _GAUGES:
@@ -154,10 +155,6 @@ def count_transfers(reading: Reading, view: View) -> None:
         for name, value in ((KV_FAILED, said.kv_transfers_failed), (KV_LATE, said.kv_fetched_late)):
             if value is not None:
                 reading.workers[str(info.key)][name] = value
-
-
-def _at_worker(outcome: str) -> str:
-    return outcome if outcome in ("failed", "full") else kind_of(outcome).value
 
 
 class Window:

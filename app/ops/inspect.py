@@ -11,7 +11,7 @@ import orjson
 
 from app.core.hashing import compute_hashes, seed_for
 from app.core.keys import Keyspace
-from app.core.types import Incarnation, SequenceHash, Tier
+from app.core.types import SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS, Item
 from app.ops import namespaces, reuse, workers
 from app.ops import verify as verification
@@ -129,20 +129,16 @@ def _ago(ms: int) -> str:
 async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> Answer:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
-    names = {w.incarnation: w for w in (await workers.everyone(redis, keyspace))}
+    everyone = await workers.everyone(redis, keyspace)
+    names = {w.incarnation: str(w.info.key) for w in everyone if w.info}
     rows = [
-        (_name(names, inc), inc, tier.name.lower(), key)
+        (names.get(inc, "gone"), inc, tier.name.lower(), key)
         for key, owners in await workers.owners_of(redis, keyspace, block)
         for inc, tier in owners
     ]
     head = ("worker", "incarnation", "tier", "key")
     plain = [dict(zip(head, row, strict=True)) for row in rows]
     return Answer(plain, text_table(head, rows, empty="no worker holds it"))
-
-
-def _name(names: dict[Incarnation, workers.WorkerStatus], inc: Incarnation) -> str:
-    one = names.get(inc)
-    return str(one.info.key) if one and one.info else "gone"
 
 
 RESERVED_TEXT = (

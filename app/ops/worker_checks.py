@@ -252,7 +252,12 @@ def of_transfers(infos: Sequence[WorkerInfo]) -> Checks:
 
 def _pairs(able: Sequence[WorkerInfo]) -> Check:
     """Checks whether all may use each other's KV."""
-    told = [f"{name}: {_by_value(values)}" for name, values in differences(able)]
+    told = []
+    for name, keys_of in differences(able):
+        said = ", ".join(
+            f"{value or 'none'} ({', '.join(keys)})" for value, keys in keys_of.items()
+        )
+        told.append(f"{name}: {said}")
     silent = {str(info.key): unknown_of(info) for info in able if group_of(info) is None}
     told += [f"{key} does not tell its {', '.join(names)}" for key, names in silent.items()]
     return Check(
@@ -262,10 +267,6 @@ def _pairs(able: Sequence[WorkerInfo]) -> Check:
         "KV travels between equals alone: start engines alike. Where one does not tell, give its "
         "agent --side-channel-port, or all agents of engines that are alike one --kv-compatible",
     )
-
-
-def _by_value(values: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"{value or 'none'} ({', '.join(keys)})" for value, keys in values.items())
 
 
 def _leases(able: Sequence[WorkerInfo]) -> Checks:

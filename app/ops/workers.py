@@ -217,7 +217,9 @@ async def with_blocks(
         number = _number(inc)
         at_ms, entry = newest.get(inc, (None, {}))
         measured, _, gpu = _readable(decode_metrics, entry, NOTHING_MEASURED)
-        lease_ms = None if expiry is None else _finite(expiry) - control.now_ms
+        # Anybody may have set it to infinity.
+        finite_ms = None if expiry is None else int(min(max(expiry, 0.0), LATEST_MS))
+        lease_ms = None if finite_ms is None else finite_ms - control.now_ms
         has_lease = lease_ms is not None and lease_ms > 0
         counted.append(
             WorkerStatus(
@@ -234,11 +236,6 @@ async def with_blocks(
             )
         )
     return counted
-
-
-def _finite(score: float) -> int:
-    """Returns the time that a score says, which anybody may have set to infinity."""
-    return int(min(max(score, 0.0), LATEST_MS))
 
 
 async def _newest(

@@ -36,6 +36,8 @@ def test_a_heat_map_is_of_means_and_leaves_out_who_was_not_there():
     assert found["workers"]["a"] == [0.5] * HEAT_COLUMNS
     assert found["workers"]["b"] == [4.0] + [None] * (HEAT_COLUMNS - 1)
     assert heat([]) == {"at_s": [], "workers": {}}
+    sizes = {59: 59, 60: 60, 61: 31, 119: 60, 121: 41}
+    assert {n: len(heat([sample(5 * at) for at in range(n)])["at_s"]) for n in sizes} == sizes
 
 
 def test_with_many_workers_the_heat_map_has_the_longest_queues_and_stays_small():

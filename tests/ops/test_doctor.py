@@ -134,6 +134,15 @@ def test_a_redis_that_drops_keys_is_told(url, raw):
     assert "    CONFIG SET maxmemory-policy noeviction" in result.output
 
 
+@pytest.mark.parametrize(("fill", "is_fine"), [(0.86, True), (0.94, False)])
+def test_a_redis_that_is_nearly_full_is_told(url, raw, fill, is_fine):
+    raw.config_set("maxmemory", round(raw.info("memory")["used_memory"] / fill))
+    try:
+        assert examined(url)["redis memory"]["ok"] is is_fine
+    finally:
+        raw.config_set("maxmemory", "0")
+
+
 @pytest.mark.parametrize(
     ("about", "fields"),
     [

@@ -213,11 +213,6 @@ async def test_workers_that_prefill_are_of_a_scale_of_their_own(api):
     assert scales == ["/apis/apps/v1/namespaces/prod/statefulsets/p/scale"] * 4 + [SCALE] * 2
 
 
-async def test_without_a_scale_for_those_that_prefill_that_is_said():
-    with pytest.raises(ConnectorError, match="no kubernetes_prefill_scale"):
-        await Kubernetes("deployment/w", "prod", client.Configuration()).add(Role.PREFILL, 1, *MORE)
-
-
 @pytest.mark.parametrize("status", [403, 404, 409, 500])
 async def test_what_the_api_server_refuses_is_said(api, status):
     server, kubernetes = api
@@ -237,18 +232,22 @@ async def test_an_api_server_that_does_not_answer_is_given_up_at_the_deadline(ap
             await kubernetes.add(BOTH, 1, *MORE)
 
 
-async def test_an_api_server_that_is_not_there_is_said():
+@pytest.mark.parametrize(
+    ("role", "said"), [(BOTH, "kubernetes: "), (Role.PREFILL, "no kubernetes_prefill_scale")]
+)
+async def test_an_api_server_or_a_scale_that_is_not_there_is_said(role, said):
     away = client.Configuration(host="http://127.0.0.1:1")
-    with pytest.raises(ConnectorError, match="kubernetes: "):
-        await Kubernetes("deployment/w", "prod", away).add(BOTH, 1, *MORE)
+    with pytest.raises(ConnectorError, match=said):
+        await Kubernetes("deployment/w", "prod", away).add(role, 1, *MORE)
 
 
-@pytest.mark.parametrize("scale", ["", "w", "job/w", "deployment/"])
-def test_what_cannot_be_scaled_is_refused_at_the_start(scale):
-    with pytest.raises(ConfigError, match="kubernetes_scale"):
-        Kubernetes(scale, "prod", client.Configuration())
-
-
-def test_a_second_scale_that_cannot_be_one_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="kubernetes_prefill_scale"):
-        Kubernetes("deployment/w", "prod", client.Configuration(), "job/w")
+@pytest.mark.parametrize(
+    ("setting", "scales"),
+    [
+        *(("kubernetes_scale", (scale,)) for scale in ("", "w", "job/w", "deployment/")),
+        ("kubernetes_prefill_scale", ("deployment/w", "job/w")),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused_at_the_start(setting, scales):
+    with pytest.raises(ConfigError, match=setting):
+        Kubernetes(scales[0], "prod", client.Configuration(), *scales[1:])

@@ -263,6 +263,9 @@ async def test_one_of_two_planners_leads_and_the_other_takes_over(one_redis_serv
         async with planning(url, agents, settings) as first:
             await eventually(lambda: workers(redis), lambda seen: seen == ["a0"])
             assert first.leads != second.leads
+            until_ms = int(await redis.hget(KEYS["planner"], "until_ms"))
+            seconds, _ = await redis.time()
+            assert 0 < until_ms - 1000 * seconds <= 7000, "not held for longer than its lease"
             leads = first if first.leads else second
             await leads.leave()
         await eventually(lambda: _true(second.leads))
@@ -395,8 +398,7 @@ async def test_a_redis_that_is_away_or_has_lost_all_leaves_the_fleet_as_it_was(
 
 
 async def test_values_of_workers_are_shown(one_redis_server, redis):
-    fleet = FakeWorkers(redis)
-    await fleet.register("w0")
+    await FakeWorkers(redis).register("w0")
     async with planning(one_redis_server.url, Advise()) as one:
         await eventually(lambda: last(redis))
         shown = await redis.hget(KEYS["planner"], "values")
@@ -453,52 +455,36 @@ async def test_prompts_are_replayed_in_128_blocks_at_most(redis, prompt_tokens, 
     assert len(found.request.blocks) == prompt_tokens // block_tokens
 
 
+@pytest.mark.parametrize(
+    ("interval_s", "replay_s", "most", "is_slow", "expected"),
+    [
+        (0.2, 8.0, 4096, lambda size, _: size > 500, [4096, 2048, 1024, 512, 256]),
+        # 300 had been asked for of late, and no replay ends in half of an interval: half of that
+        # is played next, and the least in a whole interval.
+        (5.0, 0.0, 300, lambda _, is_over: is_over(), [4096, 150, 75, 37, 32]),
+    ],
+)
 async def test_a_replay_that_takes_too_long_plays_fewer_decisions(
-    one_redis_server, redis, monkeypatch
+    one_redis_server, redis, monkeypatch, interval_s, replay_s, most, is_slow, expected
 ):
     played = []
 
     def slow(observer, state, rules, *given, **more):
         played.append(rules.window_requests)
-        if rules.window_requests > 500:
-            raise ReplayTooLong(rules.window_requests)
+        if is_slow(rules.window_requests, more["is_over"]):
+            raise ReplayTooLong(min(most, rules.window_requests))
         return replay_of(observer, state, rules, *given, **more)
 
+    monkeypatch.setattr(loop, "REPLAY_S", replay_s)
     monkeypatch.setattr(loop, "replay_of", slow)
-    settings = replace(SETTINGS, scaling_policy="slo")
+    settings = replace(SETTINGS, scaling_policy="slo", interval_s=interval_s)
     async with (
         running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
         planning(one_redis_server.url, Advise(), settings) as one,
     ):
         await eventually(lambda: last(redis), lambda seen: seen.get("candidates"))
         assert not one.problem
-    first = played.index(256)
-    assert played[first - 4 : first + 1] == [4096, 2048, 1024, 512, 256]
-
-
-async def test_half_of_what_was_too_much_is_played_next_and_the_least_in_a_whole_interval(
-    one_redis_server, redis, monkeypatch
-):
-    """300 had been asked for of late. No replay ends in half of an interval, as on a busy
-    machine."""
-    played = []
-    monkeypatch.setattr(loop, "REPLAY_S", 0.0)
-
-    def slow(observer, state, rules, *given, **more):
-        played.append(rules.window_requests)
-        if more["is_over"]():
-            raise ReplayTooLong(min(300, rules.window_requests))
-        return replay_of(observer, state, rules, *given, **more)
-
-    monkeypatch.setattr(loop, "replay_of", slow)
-    settings = replace(SETTINGS, scaling_policy="slo", interval_s=5.0)
-    async with (
-        running(fake_agent(ScriptRunner(redis, timeout_s=5.0), KEYS, "a")),
-        planning(one_redis_server.url, Advise(), settings) as one,
-    ):
-        await eventually(lambda: last(redis), lambda seen: seen.get("candidates"))
-        assert not one.problem
-    assert played[:5] == [4096, 150, 75, 37, 32]
+    assert played[:5] == expected
 
 
 async def test_decisions_are_replayed_with_what_came_of_them(one_redis_server, redis):

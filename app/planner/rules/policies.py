@@ -33,7 +33,10 @@ Predict = Callable[[Pools], Prediction]
 """Returns what pools would have made of the recorded decisions. A pool with one worker less is
 without the one that would leave."""
 AIM_GAIN = 2.0
+"""Factor on the share that was missing lately, by which predictions are to exceed the target."""
 AIM_ROOM = 0.4
+"""Share of the room above the target to aim at, at most: nobody foresees bursts, and workers for
+all of one stand idle after it."""
 LEAST_GAIN = 0.01
 """Share of all requests that a change of role must help where it does not reach the SLO."""
 Victim = Callable[[FleetState], str]
@@ -262,12 +265,13 @@ def _judged(state: FleetState, rules: Rules, now: Prediction) -> dict[str, float
     """Returns what is known of the SLO. now: of the fleet as it is. `aim`: the share that
     predictions are to reach."""
     known, share = attained(state, rules.slo, state.now_s - rules.attained_s)
+    target = rules.slo.target
     return {
         "requests": float(now.requests),
         "attainment": now.attainment,
         "known": float(known),
         "attained": share,
-        "aim": _aim(rules.slo.target, share),
+        "aim": target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target)),
         "growth": growth(state, rules),
     }
 
@@ -296,13 +300,6 @@ def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
         if asked.came is not None and asked.at_s >= since_s
     ]
     return len(met), (sum(met) / len(met) if met else 1.0)
-
-
-def _aim(target: float, share: float) -> float:
-    """Returns the share within the SLO that predictions are to reach, so that requests reach
-    `target`: more by AIM_GAIN times what was missing lately, at most by AIM_ROOM of the room.
-    Nobody foresees bursts, and workers for all of one stand idle after it."""
-    return target + min(AIM_GAIN * max(0.0, target - share), AIM_ROOM * (1.0 - target))
 
 
 POLICIES: Mapping[str, Policy] = {ScalingPolicy.SLO: slo, ScalingPolicy.THRESHOLD: threshold}
