@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -84,8 +85,7 @@ _NAMES = (*_COUNTS_OF, *_BUCKETS, *_GAUGES)
 Rows = defaultdict[str, Counter[str]]
 
 
-def _rows() -> Rows:
-    return defaultdict(Counter)
+_rows: Callable[[], Rows] = partial(defaultdict, Counter)
 
 
 @dataclass(slots=True)
@@ -272,13 +272,11 @@ class Together:
         return sum(counts.get(f"decisions:{outcome}", 0.0) for outcome in MISSES)
 
     def predicted_share(self, counts: Mapping[str, float]) -> float | None:
-        """Returns the share of prompts' blocks that their workers held, as decisions had it; None
-        of no prompts."""
+        """Returns the share of prompts' blocks that workers were predicted to hold, if any."""
         return share(counts.get("overlap_blocks", 0.0), counts.get("isl_blocks", 0.0))
 
     def cached_share(self, counts: Mapping[str, float]) -> float | None:
-        """Returns the share of prompt tokens of answered requests that engines had cached; None if
-        no engine tells."""
+        """Returns the share of answered prompts' tokens that engines had cached, if any tells."""
         return share(counts.get("tokens:cached", 0.0), counts.get("tokens:told", 0.0))
 
     def saved_s(self, counts: Mapping[str, float]) -> float | None:

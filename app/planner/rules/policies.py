@@ -157,11 +157,6 @@ def _fewer(pools: Pools, state: FleetState, rules: Rules, by: int = 1) -> list[P
     return [one for one in fewer if one.prefill >= state.has_roles and one.decode > 0]
 
 
-def _other_roles(pools: Pools) -> list[Pools]:
-    moves = (pools.but(prefill=-1, decode=1), pools.but(prefill=1, decode=-1))
-    return [one for one in moves if pools.prefill and one.prefill and one.decode]
-
-
 def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice:
     """Adds a worker where the queue of prefills or the KV load is high, takes one away where both
     are low, and does nothing while a change is under way.
@@ -241,7 +236,9 @@ def _better(
     aim, inputs["needed"] = inputs["aim"], float(state.size)
     candidates, moved = [now], None
     if not state.is_changing and not in_grace(state.workers, state, rules):
-        candidates += [predict(one) for one in _other_roles(state.pools)]
+        pools = state.pools
+        moves = [pools.but(prefill=by, decode=-by) for by in (-1, 1)] if pools.prefill else []
+        candidates += [predict(one) for one in moves if one.prefill and one.decode]
         moved = _best(candidates[1:]) if candidates[1:] else None
     if moved is not None and moved.attainment >= aim:
         return Advice(moved.fleet, Reason.OTHER_ROLE, inputs, candidates)
@@ -303,8 +300,6 @@ def attained(state: FleetState, slo: Slo, since_s: float) -> tuple[int, float]:
 
 
 POLICIES: Mapping[str, Policy] = {ScalingPolicy.SLO: slo, ScalingPolicy.THRESHOLD: threshold}
-
-
 Held = Mapping[str, int]
 """Leading blocks of one prompt that each worker holds now."""
 
