@@ -1,12 +1,11 @@
-"""The front door's cost beside a bare proxy, and the delay that it adds to the first token.
+"""The front door's cost beside a bare proxy.
 
     python -m loadtest.bench_door --json out/bench_door.json
 
 The door is on one core; an engine that answers at once, Redis and the load share another. The
 yardstick, in the same run, is a raw ASGI application that reads a body's JSON, as all must that
 route by `model`, passes it on with aiohttp's client, and decides nothing. Prompts are token ids, so
-that no time goes into tokenizing them, or text: chats come again with another last turn, and each
-of their words is a token. Tokenizing is also measured by itself, on such a chat.
+that no time goes into tokenizing them, or text, each of whose words is a token.
 
 First it counts, in this process, what one warm request calls: no busy machine changes that.
 
@@ -24,7 +23,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,11 +46,10 @@ from app.local.redis_server import LOOPBACK, EmbeddedRedis, free_port
 from app.state import models
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from app.tokens.renderer import load as load_renderer
 from loadtest.command import option
-from loadtest.harness import bench, grid, in_turn, medians, percentiles
+from loadtest.harness import bench, grid, in_turn
 from loadtest.holders import Holders
-from loadtest.instant_engine import CHUNKS, PACE_S, engine_forever, word_tokenizer
+from loadtest.instant_engine import CHUNKS, engine_forever, word_tokenizer
 from loadtest.processes import CORES
 from loadtest.request_counts import counts_of
 from loadtest.servers import (
@@ -72,8 +69,6 @@ KEYS = Keyspace("bench-door")
 MODEL = "bench"
 PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 CONCURRENCY = 32
-PACED_STREAMS = 200
-CHAT_TOKENS, CHAT_TURNS = 32_000, 20
 HERE = Path(app.__file__).parents[1]
 START_S = 60.0
 REGISTER = "import asyncio, sys; from loadtest.bench_door import register; "
@@ -200,38 +195,8 @@ async def _proxy(engine_url: str, port: int) -> None:
         await serve(app, listen(LOOPBACK, port))
 
 
-class Chats(Sequence[bytes]):
-    """Bodies of NUM_PROMPTS chats of `size` characters. Each time that one is taken, its last turn
-    is another one."""
-
-    def __init__(self, size: int) -> None:
-        self._rng = random.Random(4)
-        self._turn_size = size // CHAT_TURNS
-        self._text = _text(self._rng, 200_000)
-        self._begun = [self._begin() for _ in range(NUM_PROMPTS)]
-
-    def _begin(self) -> bytes:
-        turns = [_turn(n, self._some()) for n in range(CHAT_TURNS - 1)]
-        return orjson.dumps({"model": MODEL, "messages": turns, "max_tokens": 16})
-
-    def _some(self) -> str:
-        at = self._rng.randrange(len(self._text) - self._turn_size)
-        return self._text[at : at + self._turn_size]
-
-    def __len__(self) -> int:
-        return len(self._begun)
-
-    def __getitem__(self, place: Any) -> Any:
-        last = orjson.dumps(_turn(0, self._some()))
-        return self._begun[place].replace(b"],", b",%b]," % last, 1)
-
-
 def _text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choices(WORDS, k=num_words))
-
-
-def _turn(number: int, text: str) -> dict[str, str]:
-    return {"role": "assistant" if number % 2 else "user", "content": text}
 
 
 def shapes() -> list[Shape]:
@@ -254,7 +219,6 @@ def shapes() -> list[Shape]:
         Shape("32 kB", bodies(32_000), path=PATH),
         Shape(f"stream of {CHUNKS} chunks", bodies(800, stream=True), path=PATH),
         Shape("800 characters of text", texts, path=PATH),
-        Shape("32 kB of text", Chats(31_300), path=CHAT_PATH),
     ]
 
 
@@ -266,7 +230,10 @@ def counted_shapes() -> list[Shape]:
     return [
         Shape(
             "streamed chat",
-            [orjson.dumps({**chat, "messages": [_turn(0, text)]}) for text in texts],
+            [
+                orjson.dumps({**chat, "messages": [{"role": "user", "content": text}]})
+                for text in texts
+            ],
             path=CHAT_PATH,
         ),
         Shape(
@@ -284,54 +251,6 @@ async def register(url: str, engine_url: str) -> None:
         about: dict[str, Any] = {"address": engine_url, "engine": "vllm 0.32.0", "models": (MODEL,)}
         await holders.register(1, max_requests=1_000_000, **about)
         await ScriptRunner(redis, 5.0).one(models.announce(KEYS.namespace, [MODEL]))
-
-
-async def first_token_ms(port: int) -> list[float]:
-    """Returns the delay of each of PACED_STREAMS streams open at once, begun one after another."""
-    body = orjson.dumps(
-        {"model": MODEL, "prompt": [1] * 64, "max_tokens": 16, "stream": True, "user": "paced"}
-    )
-    head = f"POST {PATH} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    took: list[float] = []
-
-    async def one(start: float) -> None:
-        reader, writer = await asyncio.open_connection(LOOPBACK, port)
-        await asyncio.sleep(start)
-        begin = time.perf_counter()
-        writer.write(request)
-        await reader.readuntil(b"data: ")
-        took.append((time.perf_counter() - begin) * 1000)
-        await reader.readuntil(b"[DONE]")
-        writer.close()
-
-    each_s = CHUNKS * PACE_S / PACED_STREAMS
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(one(n * each_s) for n in range(3 * PACED_STREAMS)))
-    return took[PACED_STREAMS:]
-
-
-def tokenizing(tokenizer: str) -> dict[str, float]:
-    """Seconds for a chat from scratch, and for one of which all but the last turn was seen."""
-    rng = random.Random(3)
-
-    def turn(number: int) -> dict[str, str]:
-        return _turn(number, _text(rng, CHAT_TOKENS // CHAT_TURNS))
-
-    messages = [turn(number) for number in range(CHAT_TURNS - 1)]
-    again = {"model": MODEL, "messages": [*messages, turn(0)]}
-    fresh, seen = load_renderer(tokenizer), load_renderer(tokenizer)
-
-    async def timed(renderer: Any, body: dict[str, Any]) -> float:
-        begin = time.perf_counter()
-        await renderer.of_chat(body)
-        return time.perf_counter() - begin
-
-    async def both() -> dict[str, float]:
-        await seen.of_chat({**again, "messages": messages})
-        return {"scratch_s": await timed(fresh, again), "seen_s": await timed(seen, again)}
-
-    return run(both())
 
 
 def measure(
@@ -357,7 +276,7 @@ def measure(
         }
         for one in servers.values():
             run(until_open(one.port))
-        forms = shapes()  # once, lest the chats' last turns come again
+        forms = shapes()
         run(until_serving(servers["door"].port, forms[0]))
         ways = {
             (shape.name, name): lambda at=at, shape=shape: run(
@@ -369,10 +288,6 @@ def measure(
         cost: dict[str, dict[str, Any]] = {}
         for (form, name), loads in in_turn(ways, rounds).items():
             cost.setdefault(form, {})[name] = figures(loads)
-        tokens = [tokenizing(tokenizer) for _ in range(rounds)]
-        direct, door = (
-            percentiles(run(first_token_ms(at.port)), 50, 99) for at in (engine, servers["door"])
-        )
     return {
         "counts": counts,
         "cost": cost,
@@ -380,9 +295,6 @@ def measure(
             shape: numbers["door"]["cpu_us"] / numbers["proxy"]["cpu_us"]
             for shape, numbers in cost.items()
         },
-        "added_first_token_ms": {name: door[name] - direct[name] for name in door},
-        "tokenizing": medians(tokens),
-        "tokenizing_seen_share": median(each["seen_s"] / each["scratch_s"] for each in tokens),
     }
 
 
@@ -421,12 +333,6 @@ def show(result: dict[str, Any], console: Console) -> None:
         for shape, numbers in result["cost"].items()
     )
     console.print(grid([""], columns, rows, title=f"{CONCURRENCY} connections"))
-    added = ", ".join(f"{name} {ms:.1f}" for name, ms in result["added_first_token_ms"].items())
-    console.print(f"Added to the first token with {PACED_STREAMS} streams open: {added} ms")
-    console.print(
-        f"Tokenizing {CHAT_TOKENS:,} tokens of which all but the last turn was seen: "
-        f"{result['tokenizing_seen_share']:.1%} of the time from scratch"
-    )
 
 
 def _compared(result: dict[str, dict[str, float]]) -> Table:

@@ -3,8 +3,8 @@
     python -m loadtest.bench_failover --json out/bench_failover.json
 
 The servers are a master with a replica and three sentinels, which consider the master dead after
-half a second, or a Cluster of three masters with a replica each (--cluster). In the Cluster, the
-master that holds the namespace's loads is killed. Two agents and a router run as they do in their
+half a second, and a Cluster of three masters with a replica each. In the Cluster, the master
+that holds the namespace's loads is killed. Two agents and a router run as they do in their
 own processes, and requests come one after another. A decision is degraded while the router cannot
 ask Redis: the router then goes by what it last knew. Overlap is whole again once every prompt is
 found where it is held.
@@ -16,14 +16,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
 from app.core.events import Stored
 from app.core.keys import Keyspace
@@ -37,8 +36,7 @@ from app.router.metrics import Telemetry
 from app.router.router import Router
 from app.state.connect import connect
 from app.state.scripts import ScriptRunner
-from loadtest.command import option
-from loadtest.harness import bench
+from loadtest.experiment import Rows, experiment
 from loadtest.holders import BLOCK_SIZE, hashes
 from loadtest.topologies import ClusterServers, SentinelServers
 from workers.agent.agent import Agent, AgentSettings
@@ -164,36 +162,33 @@ def killed_master(servers: ClusterServers | SentinelServers) -> EmbeddedRedis:
     return servers.masters[servers.shard_of(KEYS["load"])]
 
 
-def measure(cluster: bool, runs: int) -> list[dict[str, float]]:
+def play(kind: type[ClusterServers | SentinelServers], _: int) -> dict[str, float]:
+    """Figures of `killed` on fresh servers."""
     logging.disable(logging.WARNING)
     binary = redis_binary()
     if binary is None:
         raise click.ClickException("no redis-server found")
-    results: list[dict[str, float]] = []
-    for _ in range(runs):
-        with ExitStack() as stack:
-            kind = ClusterServers if cluster else SentinelServers
-            servers: Any = stack.enter_context(kind(binary))
-            results.append(asyncio.run(killed(servers.url, killed_master(servers).kill)))
-    return results
+    with kind(binary) as servers:
+        return asyncio.run(killed(servers.url, killed_master(servers).kill))
 
 
-def show(results: list[dict[str, float]], console: Console) -> None:
-    console.print(f"median of {len(results)}, and the worst:")
-    for name, what in (
-        ("degraded_s", "s in which decisions were degraded"),
-        ("whole_after_s", "s after the kill all overlap was found again"),
-        ("slowest_s", "s that the slowest decision took"),
-    ):
-        figures = [result[name] for result in results]
-        console.print(f"  {median(figures):.2f}, {max(figures):.2f}  {what}")
+def rows() -> Rows:
+    return {
+        "": {"Sentinel": partial(play, SentinelServers), "Cluster": partial(play, ClusterServers)}
+    }
 
 
-main = bench(
-    measure,
-    show,
-    click.option("--cluster", is_flag=True, help="Use a Cluster instead of sentinels."),
-    option("--runs", 5),
+main = experiment(
+    rows,
+    (
+        ("degraded, s", "degraded_s", "{:.2f}"),
+        ("whole after, s", "whole_after_s", "{:.2f}"),
+        ("slowest decision, s", "slowest_s", "{:.2f}"),
+    ),
+    labels="servers",
+    seeds=5,
+    middle=median,
+    one_by_one=True,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figures of a GPU, measured within eight minutes, with one table last.
+"""The figures of a GPU, measured within eight minutes.
 
     python -m loadtest.bench_gpu --json out/bench_gpu.json
 
@@ -23,7 +23,6 @@ import orjson
 import torch
 from rich.console import Console
 
-from loadtest.command import table
 from loadtest.devices import device_option
 from loadtest.harness import bench
 
@@ -99,28 +98,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def figures(found: Any, name: str = "") -> list[tuple[str, float]]:
-    """Each number in `found`, with the keys that lead to it; lists of them as their median."""
-    if isinstance(found, bool | str) or found is None:
-        return []
-    if isinstance(found, int | float):
-        return [(name, float(found))]
-    if isinstance(found, list):
-        numbers = sorted(each for each in found if isinstance(each, int | float))
-        return [(name, numbers[len(numbers) // 2])] if numbers else []
-    return [pair for key, each in found.items() for pair in figures(each, f"{name} {key}".strip())]
-
-
 def show(result: dict[str, Any], console: Console) -> None:
     """Raises ClickException if nothing could be measured."""
-    cells = table("", "figure", left=("",), title=result["conditions"])
+    console.print(result["conditions"])
     for name, found in result["parts"].items():
-        if "error" in found:
-            cells.add_row(name, f"not measured: {found['error']}")
-            continue
-        for what, figure in figures(found):
-            cells.add_row(f"{name} {what}", f"{figure:,.4g}")
-    console.print(cells)
+        error = found.get("error")
+        console.print(
+            f"{name}:", f"not measured: {error}" if error else orjson.dumps(found).decode()
+        )
     if all("error" in found for found in result["parts"].values()):
         raise click.ClickException("nothing could be measured")
 

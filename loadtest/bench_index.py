@@ -1,4 +1,4 @@
-"""The costs of an index of a given size: lookups, changes, memory, the router's own time.
+"""The costs of an index of a given size: lookups, changes, memory.
 
     python -m loadtest.bench_index --json out/bench_index.json
 
@@ -14,7 +14,6 @@ the end.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -99,7 +98,6 @@ class LookUpCost(NamedTuple):
     """The mean cost of one lookup."""
 
     match_us: float
-    router_cpu_us: float
     round_trips: float
 
 
@@ -119,22 +117,19 @@ async def look_up_cost(
     held: Sequence[int],
     learnt: Boundaries,
 ) -> LookUpCost:
-    """match_us: Redis's time over all round trips. router_cpu_us: without hashing.
+    """match_us: Redis's time over all round trips.
 
     held: how many blocks of each chain are to be found. learnt: what the router knows before each.
     """
     runner = CountingRunner(redis, timeout_s=60)
     await redis.config_resetstat()
-    cpu_s = 0.0
     for chain, due in zip(chains, held, strict=True):
         # Made afresh, and so as near in the caches as hashing leaves it.
         fresh = np.array(chain, np.uint64).tolist()
         boundaries = deepcopy(learnt)
-        begin = time.process_time()
         overlaps, _ = await match(runner, KEYS, [fresh], boundaries=boundaries)
-        cpu_s += time.process_time() - begin
         check_found(overlaps, [due])
-    in_all = (await look_up_us(redis), cpu_s * 1e6, runner.round_trips)
+    in_all = (await look_up_us(redis), runner.round_trips)
     return LookUpCost(*(figure / len(chains) for figure in in_all))
 
 
@@ -287,7 +282,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     for name, figure in result["change_us_per_block"].items():
         console.print(f"  {figure:.1f} µs of Redis a block {name}, in batches of {BATCH}")
-    us, cpu_us, round_trips = (result[name] for name in LookUpCost._fields)
+    us, round_trips = (result[name] for name in LookUpCost._fields)
     cells = table("blocks", *KINDS, "HKEYS per block", title="A lookup: µs of Redis")
     for length in map(str, LENGTHS):
         peer = result["peer_us"].get(length)
@@ -297,11 +292,9 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{peer:.0f}, {peer / us['mixed'][length]:.0f}x" if peer else "",
         )
     console.print(cells)
-    title = "A lookup: µs of the router's CPU, and its round trips"
-    cells = table("blocks", *KINDS, title=title)
+    cells = table("blocks", *KINDS, title="A lookup: its round trips")
     for length in map(str, LENGTHS):
-        costs = (f"{cpu_us[kind][length]:.0f} in {round_trips[kind][length]:.1f}" for kind in KINDS)
-        cells.add_row(length, *costs)
+        cells.add_row(length, *(f"{round_trips[kind][length]:.1f}" for kind in KINDS))
     console.print(cells)
 
 

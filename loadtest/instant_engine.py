@@ -21,7 +21,6 @@ from app.tokens.renderer import Renderer, load
 from workers.engines.sim.text import FOLDER, SPECIAL, WORDS
 
 CHUNKS = 16
-PACE_S = 0.05
 _USAGE = (
     b'"usage":{"prompt_tokens":64,"completion_tokens":16,"total_tokens":80,'
     b'"prompt_tokens_details":{"cached_tokens":0}}'
@@ -40,8 +39,7 @@ _WHOLE = (
 
 
 class _Engine(asyncio.Protocol):
-    """Answers each request at once; a stream whose `user` is `paced`, a chunk each PACE_S.
-    renderer: of what it is asked to tokenize."""
+    """Answers each request at once. renderer: of what it is asked to tokenize."""
 
     def __init__(self, renderer: Renderer | None) -> None:
         self._renderer = renderer
@@ -84,9 +82,6 @@ class _Engine(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
             b"\r\n"
         )
-        if b'"user":"paced"' in body:
-            self._start(self._pace())
-            return
         for _ in range(CHUNKS):
             self._transport.write(_chunked(_CHUNK))
         self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
@@ -103,12 +98,6 @@ class _Engine(asyncio.Protocol):
         else:
             ids = await self._renderer.of_text(asked["prompt"])
         self._whole(orjson.dumps({"tokens": ids}, option=orjson.OPT_SERIALIZE_NUMPY))
-
-    async def _pace(self) -> None:
-        for _ in range(CHUNKS):
-            self._transport.write(_chunked(_CHUNK))
-            await asyncio.sleep(PACE_S)
-        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
 
 
 def _chunked(piece: bytes) -> bytes:

@@ -1,9 +1,8 @@
 import click
-import orjson
 import pytest
 
 from loadtest import bench_door
-from loadtest.bench_door import COMPARED, HERE, Chats, measure, measure_beside, shapes
+from loadtest.bench_door import COMPARED, HERE, measure, measure_beside, shapes
 
 pytestmark = pytest.mark.slow
 
@@ -15,22 +14,12 @@ def test_the_door_is_measured_beside_a_proxy(own_redis_server):
     for made in found["cost"].values():
         assert made["door"]["per_s"] > 0
         assert made["proxy"]["per_s"] > 0
-    assert set(found["added_first_token_ms"]) == {"p50", "p99"}
-    assert 0 < found["tokenizing_seen_share"] < 1
 
 
 def test_prompts_have_the_sizes_that_are_said():
-    for shape, size in zip(shapes(), (800, 32_000, 800, 800, 32_000), strict=True):
+    for shape, size in zip(shapes(), (800, 32_000, 800, 800), strict=True):
         assert all(abs(len(body) - size) < 120 for body in shape.bodies)
         assert len(shape.bodies) == bench_door.NUM_PROMPTS
-
-
-def test_of_a_chat_all_but_the_last_turn_comes_again():
-    chats = Chats(2_000)
-    first, again = (orjson.loads(chats[3])["messages"] for _ in range(2))
-    assert first[:-1] == again[:-1]
-    assert first[-1] != again[-1]
-    assert len(first) == bench_door.CHAT_TURNS
 
 
 def test_the_doors_of_two_checkouts_are_measured_in_turn():

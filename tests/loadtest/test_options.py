@@ -67,7 +67,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("autoscale", "--policy static:1.5"),
         ("autoscale", "--policy static"),
         ("autoscale", "--policy fastest"),
-        ("bench_failover", "--runs 0"),
+        ("bench_failover", "--seeds 0"),
         ("bench_index", "--blocks 0"),
         ("bench_index", "--queries 0"),
         ("bench_index", "--repeats 0"),
