@@ -1,4 +1,5 @@
-"""What routers know of a worker: what is reserved on it, and which blocks it holds."""
+"""Knowledge of routers about a simulated worker: what is reserved on it, and which blocks it
+holds."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from app.simulation.steps import SimRequest
 
 
 class InFlight:
-    """The blocks of the prompts in flight on one worker; those that several share count once."""
+    """Blocks of the prompts in flight on one worker; those that several share count once."""
 
     def __init__(self) -> None:
         self._full: Counter[SequenceHash] = Counter()
@@ -34,18 +35,21 @@ class InFlight:
                 del full[block]
 
     def overlap(self, chain: Sequence[SequenceHash]) -> int:
-        """Number of leading blocks that others have, too."""
+        """Returns the number of leading blocks that others have, too."""
         return _leading(chain, 0, self._full.__contains__) if self._full else 0
 
     def num_blocks_beside(self, chain: Sequence[SequenceHash]) -> int:
-        """Number of blocks but for those that a prompt has, too."""
+        """Returns the number of blocks without those that a prompt has, too."""
         return len(self._full) + self._partial - self.overlap(chain)
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """A reservation, and what it was made for. counts_blocks: whether the prompt's blocks count as
-    the worker's from now on: not where they have yet to arrive from another one."""
+    """A reservation, and what it was made for.
+
+    counts_blocks: whether the prompt's blocks count as the worker's from now on: not where they
+    have yet to arrive from another one.
+    """
 
     reservation: Reservation
     request: SimRequest
@@ -53,10 +57,10 @@ class Booking:
 
 
 class Books:
-    """What is reserved on one worker, as one or all replicas know it: the books of lua/.
+    """Reservations on one worker, as one or all replicas know them: the books of lua/.
 
-    fleet: those of all workers, these among them. counts_blocks: whether in_flight is filled, which
-    takes its time.
+    fleet: the books of all workers. counts_blocks: whether in_flight is filled, which takes its
+    time.
     """
 
     def __init__(self, fleet: Sequence[Books], *, counts_blocks: bool = False) -> None:
@@ -83,18 +87,19 @@ class Books:
             self.in_flight.add(booking.request)
 
     def prefill_complete(self, request_id: str, now_s: float) -> None:
-        """Like lua/prefill_complete.lua: the next in line becomes the head."""
+        """Note a first token as lua/prefill_complete.lua does: the next in line becomes the
+        head."""
         self._leave_prefills(request_id, now_s)
         self.load.decoding += 1
 
     def computed(self, request_id: str, now_s: float) -> None:
-        """The same of a source: it has computed the prompt, and holds it until it is fetched."""
+        """Note that a source has computed the prompt, and holds it until it is fetched."""
         self._leave_prefills(request_id, now_s)
         self.load.requests -= 1
         self._holding.add(request_id)
 
     def release(self, request_id: str, now_s: float) -> None:
-        """Like lua/release.lua."""
+        """End a reservation as lua/release.lua does."""
         if request_id in self._holding:
             self._holding.remove(request_id)
         else:
@@ -121,12 +126,12 @@ class Books:
 
 
 def rounds_of(fleet: Sequence[Books]) -> int:
-    """Of reservations made so far, in millionths, as if the fleet had always had its size."""
+    """Returns reservations made so far, in millionths, as if the fleet had always had its size."""
     return ROUND * sum(books.load.total for books in fleet) // len(fleet)
 
 
 class Holdings:
-    """Which blocks a worker has published, and in which tiers."""
+    """Blocks that a worker has published, and their tiers."""
 
     DEVICE = 1
     HOST = 2
@@ -138,7 +143,6 @@ class Holdings:
 
     @property
     def num_blocks(self) -> int:
-        """Published, and in any tier."""
         return len(self._tiers)
 
     def publish(self, events: list[CacheEvent], now_s: float) -> None:
@@ -148,10 +152,9 @@ class Holdings:
     def overlap(
         self, chain: Sequence[SequenceHash], now_s: float, ahead: int = 0
     ) -> tuple[int, int]:
-        """Number of leading blocks on the device, and of those behind them on the host.
+        """Returns the number of leading blocks on the device, and of those behind them on the host.
 
-        ahead: number of leading blocks that it is about to hold; they count as on the device, as in
-        `app.router.lookup.with_predicted`.
+        ahead: number of leading blocks that it is about to hold; they count as on the device.
         """
         while self._late and self._late[0][0] <= now_s:
             for event in self._late.popleft()[1]:
@@ -184,7 +187,8 @@ class Holdings:
 def _leading(
     chain: Sequence[SequenceHash], start: int, holds: Callable[[SequenceHash], bool]
 ) -> int:
-    """Position of the first block from `start` on that is not held; held blocks must come first."""
+    """Returns the position of the first block from `start` on that is not held; held ones come
+    first."""
     low, high = start, len(chain)
     while low < high:
         middle = (low + high) // 2

@@ -43,7 +43,7 @@ from app.simulation.worker import SimWorker
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker is to reserve. seen_total: as for lua/reserve.lua."""
+    """One worker's share of a plan. seen_total: see lua/reserve.lua."""
 
     worker: int
     seen_total: int
@@ -183,7 +183,7 @@ class SimDecider:
         roles: Roles | None,
         published: Floats,
     ) -> TransferRoute:
-        """The cheapest of all costs_by_kind, or what the fixed rule says."""
+        """Returns the cheapest of all kinds of routes, or what the fixed rule says."""
         at = choice.index
         local = TransferRoute(TransferKind.LOCAL, at, at, float(choice.costs.cost[at]))
         above = self._setting.split_above

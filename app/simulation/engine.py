@@ -24,7 +24,7 @@ from app.simulation.steps import EngineStep, Finished, PromptTooLargeError, SimR
 
 
 class SimEngine:
-    """Submit requests, then call `step` until it returns None.
+    """Engine to which requests are submitted, and whose `step` runs until it returns None.
 
     now: seconds, for when blocks were last used. kv_pool_tokens: overrides the profile's.
     host_pool_tokens: 0 means no host tier.
@@ -54,9 +54,8 @@ class SimEngine:
         return len(self._waiting)
 
     def submit(self, request: SimRequest, received: Received | None = None) -> None:
-        """Queue a request. received: KV for it, which is in the cache once it is admitted.
-
-        It is of no use if what was held before it has been evicted meanwhile.
+        """Queue a request. received: KV for it, which is in the cache once it is admitted, and of
+        no use if what was held before it has been evicted meanwhile.
 
         Raises as `validate`, and ValueError if its id is in use.
         """
@@ -88,10 +87,8 @@ class SimEngine:
             )
 
     def hold(self, request_id: str, chain: Sequence[SequenceHash]) -> int:
-        """Keep what the device holds of a chain, for another worker, until `let_go`.
-
-        Returns its leading blocks.
-        """
+        """Keep what the device holds of a chain, for another worker, until `let_go`; returns its
+        leading blocks."""
         held = chain[: self.pool.match_device(chain)]
         acquired = self.pool.acquire(held, len(held))
         assert acquired is not None, "no more is held than the device has"
@@ -99,16 +96,16 @@ class SimEngine:
         return len(held)
 
     def let_go(self, request_id: str) -> None:
-        """Does nothing if it holds nothing for the request."""
+        """Let go of what is held for the request, if anything."""
         self.pool.release(self._held.pop(request_id, ()), 0)
 
     def warm(self, request: SimRequest) -> None:
-        """Hold the prompt's blocks as if it had just been answered. Does nothing if requests in
-        flight leave no room for them."""
+        """Hold the prompt's blocks as if it had just been answered, unless requests in flight leave
+        no room."""
         self.take_in(request.blocks)
 
     def take_in(self, chain: Sequence[SequenceHash]) -> None:
-        """The same of blocks that have come from elsewhere."""
+        """Hold blocks that have come from elsewhere, unless requests in flight leave no room."""
         held = chain[: self.pool.match(chain)]
         acquired = self.pool.acquire(held, len(chain))
         if acquired is not None:
@@ -124,7 +121,7 @@ class SimEngine:
             self._running.leave(sequence)
 
     def step(self) -> EngineStep | None:
-        """Run one step; None if there is nothing to do."""
+        """Run one step; returns None if there is nothing to do."""
         if not len(self._running) and not self._waiting:
             return None
         running = self._running
@@ -156,14 +153,12 @@ class SimEngine:
         )
 
     def quiet_steps(self) -> int:
-        """How many of the next steps only decode, if nothing is submitted or cancelled.
-
-        No request ends in them and no block fills: for `skip`, in virtual time.
-        """
+        """Returns how many of the next steps only decode, end no request and fill no block, if
+        nothing is submitted or cancelled: for `skip`, in virtual time."""
         return 0 if self._waiting else self._running.quiet_steps()
 
     def decode_s(self, num_steps: int) -> float:
-        """Seconds that the next `num_steps` take, if all of them are quiet."""
+        """Returns seconds that the next `num_steps` take, if all of them are quiet."""
         seqs = len(self._running.decoding)
         context = num_steps * self._running.decode_context + seqs * num_steps * (num_steps - 1) // 2
         return num_steps * self.profile.compute_s(seqs, 0.0, 0, seqs) + self.profile.c_s * context
@@ -188,7 +183,7 @@ class SimEngine:
         )
 
     def take_events(self) -> list[CacheEvent]:
-        """Cache changes since the last call, in order. They are kept until taken."""
+        """Returns cache changes since the last call, in order. They are kept until taken."""
         return self.pool.take_events()
 
     def metrics(self) -> ForwardPassMetrics:
@@ -291,7 +286,7 @@ class SimEngine:
         return sequence
 
     def _begin(self, sequence: SimSequence, host_tokens: int, step: Prefill) -> None:
-        """It is admitted for the first time: what it says of itself is of that."""
+        """Note the first admission of a request, which its figures are of."""
         request, cached_tokens = sequence.request, sequence.computed
         sequence.was_admitted = True
         sequence.cached_tokens, sequence.host_tokens = cached_tokens, host_tokens
@@ -324,7 +319,6 @@ class SimEngine:
         return finished
 
     def _register_output(self, sequence: SimSequence) -> None:
-        """Register the block that generated tokens have just filled."""
         chain = sequence.chain
         if len(sequence.blocks) == len(chain):
             sequence.hash_block(self.block_size)

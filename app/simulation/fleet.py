@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class SimFleet:
-    """Ask requests at any times with `at` and `ask`, then `run`.
+    """Fleet whose requests are asked at any times with `at` and `ask`, and played by `run`.
 
     agenda: of several fleets; None: the fleet is alone.
     """
@@ -52,9 +52,8 @@ class SimFleet:
     def __init__(self, policy: str, setting: Setting, agenda: Agenda | None = None) -> None:
         self.setting = setting
         self.on_decided: Callable[[Decided], None] | None = None
-        """Called with each decision that holds."""
         self.workers: list[SimWorker] = []
-        """All that there ever were; a worker's place is its name."""
+        """Workers that ever were; a worker's place is its name."""
         self.conflicts = 0
         """Reservations refused because another replica's came first."""
         self.agenda = agenda or Agenda()
@@ -82,14 +81,14 @@ class SimFleet:
         return self.agenda.now_s
 
     def ask(self, request: SimRequest, then: OnAnswer) -> None:
-        """A request arrives now; `then` gets what becomes of it."""
+        """Have a request arrive now; `then` gets what becomes of it."""
         replica = self.replicas[self._arrived % len(self.replicas)]
         self._arrived += 1
         self._queue(Flight(request, then, self.now_s, replica))
 
     def join(self, profile: Profile, startup_s: float = 0.0, role: Role | None = None) -> int:
-        """A worker with an empty cache joins after `startup_s`. role: as of SimWorker. Returns its
-        place."""
+        """Have a worker with an empty cache join after `startup_s`; returns its place. role: see
+        SimWorker."""
         place = len(self.workers)
         worker = SimWorker(self.setting, place, profile, lambda: self.now_s, self.now_s, role)
         self.workers.append(worker)
@@ -109,7 +108,7 @@ class SimFleet:
         return place
 
     def drain(self, place: int) -> None:
-        """The worker gets no new requests, and leaves when it has answered those that it has."""
+        """Give the worker no new requests; it leaves when it has answered those that it has."""
         worker = self.workers[place]
         if worker.status is Status.LIVE:
             self._live.remove(place)
@@ -118,7 +117,7 @@ class SimFleet:
             self._leave_if_drained(worker)
 
     def warm(self, place: int, request: SimRequest) -> None:
-        """The worker's cache is as if it had just answered the request."""
+        """Make the worker's cache as if it had just answered the request."""
         worker = self.workers[place]
         worker.engine.warm(request)
         worker.holdings.publish(worker.engine.take_events(), self.now_s)
@@ -130,7 +129,7 @@ class SimFleet:
             self._decide(replica, self.now_s)
 
     def _openings(self, loads: Sequence[Load], now_s: float) -> int:
-        """How many workers have a free slot, and a queue after which nobody has to wait."""
+        """Returns how many workers have a free slot, and a queue after which nobody has to wait."""
         above_s, now_ms = self.setting.wait_above_s, round(1000 * now_s)
         assert above_s is not None, "nobody waits"
         return sum(
@@ -140,7 +139,7 @@ class SimFleet:
         )
 
     def _waits(self, flight: Flight, loads: Sequence[Load], now_s: float) -> bool:
-        """Whether it stays in line until its turn."""
+        """Whether the request stays in line until its turn."""
         line = self._line
         if line is None or flight.has_turn:
             flight.has_turn = False
@@ -193,9 +192,9 @@ class SimFleet:
             )
 
     def _reserve(self, replica: SimReplica, plans: list[SimPlan], now_s: float) -> None:
-        """Like lua/reserve.lua: a reservation is refused, with all behind it for the same worker,
-        if another replica was there first, or if the worker is no longer there. Both the worker and
-        its source are reserved, or neither."""
+        """Reserve as lua/reserve.lua does: a reservation is refused, with all behind it for the
+        same worker, if another replica was there first, or if the worker is no longer there. Both
+        the worker and its source are reserved, or neither."""
         refused: list[Flight] = []
         overtaken: set[int] = set()
         for plan in plans:
@@ -281,7 +280,7 @@ class SimFleet:
             self._end_quiet(worker, worker.quiet, now_s)
 
     def _computed(self, flight: Flight, finished: Finished, now_s: float) -> None:
-        """The source has computed the prompt: what the target lacks of it goes there."""
+        """Send what the target lacks of a prompt that its source has computed."""
         request, supply = flight.request, flight.supply
         assert supply is not None, "computed for nobody"
         self._tell(flight.replica, supply.source, now_s, Books.computed, request.request_id)
@@ -291,7 +290,7 @@ class SimFleet:
     def _send(
         self, flight: Flight, supply: Supply, chain: Sequence[SequenceHash], now_s: float
     ) -> None:
-        """The source holds the chain until the target has what it lacks of it. Engines compute a
+        """Hold the chain at the source until the target has what it lacks of it. Engines compute a
         prompt's last token themselves."""
         request, source = flight.request, self.workers[supply.source]
         stop = source.engine.hold(supply.name, chain) * self.setting.block_size
@@ -300,8 +299,7 @@ class SimFleet:
         self._transfer(flight, supply, min(stop, request.prompt_tokens - 1), now_s)
 
     def _transfer(self, flight: Flight, supply: Supply, stop: int, now_s: float) -> None:
-        """Send the tokens up to `stop` that the target lacks, once those have come that are on
-        their way."""
+        """Send the tokens up to `stop` that the target lacks, once those on their way have come."""
         request, size = flight.request, self.setting.block_size
         source, target = self.workers[supply.source], self.workers[flight.worker]
         comes_s = target.has_come_s(request.blocks, now_s)
@@ -326,7 +324,7 @@ class SimFleet:
         self._submit(worker, flight.request, received, now_s)
 
     def _end_supply(self, supply: Supply) -> None:
-        """The source is no longer needed, although its blocks count until the first token."""
+        """Free the source, although its blocks count until the first token."""
         source = self.workers[supply.source]
         del self._supplied[supply.name]
         source.engine.cancel(supply.name)
@@ -335,7 +333,7 @@ class SimFleet:
         self._leave_if_drained(source)
 
     def _end_quiet(self, worker: SimWorker, quiet: Quiet, now_s: float) -> None:
-        """The step under way is the last one before the engine looks at what has changed."""
+        """Make the step under way the last one before the engine looks at what has changed."""
         self._skip(worker, worker.step_under_way(quiet, now_s), quiet.since_s)
 
     def _step(self, worker: SimWorker, now_s: float) -> None:

@@ -1,5 +1,5 @@
-"""Requests under way in virtual time: the clock, the routers that decide them, those that wait in
-line, and what becomes of each."""
+"""Requests under way in virtual time: the clock, the routers that decide them, the line in which
+they wait, and what becomes of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.simulation.books import Books
 from app.simulation.steps import SimRequest
 
 Act = Callable[[float], None]
-"""What happens at a time, which it is given."""
+"""An event, called with its time."""
 
 
 class Agenda:
@@ -32,7 +32,7 @@ class Agenda:
         heapq.heappush(self._due, (when_s, next(self._order), act))
 
     def run(self, until_s: float = math.inf) -> None:
-        """Let happen all that is due until then, which is the time afterwards."""
+        """Let happen all that is due by `until_s`, which is the time afterwards."""
         while self._due and self._due[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._due)
             act(self.now_s)
@@ -41,28 +41,29 @@ class Agenda:
 
 
 class SimLoss(StrEnum):
-    """Why a request got no answer."""
+    """Reasons why a request got no answer."""
 
     FULL = "full"
-    """Every worker was full."""
     NO_WORKERS = "no_workers"
 
 
 @dataclass(frozen=True, slots=True)
 class SimAnswer:
-    """What became of a request. worker: its place in the fleet; None: it was lost."""
+    """An answer, or why there is none.
+
+    reason: of the loss, in words. worker: its place in the fleet; None: the request was lost.
+    cached_tokens: those that neither the worker nor a source computed.
+    """
 
     request: SimRequest
     arrival_s: float
     attempts: int
     loss: SimLoss | None = None
     reason: str = ""
-    """Of the loss, in words."""
     worker: int | None = None
     first_token_s: float | None = None
     end_s: float | None = None
     cached_tokens: int = 0
-    """Those that neither it nor a source computed."""
     output_tokens: int = 0
     kind: TransferKind = TransferKind.LOCAL
 
@@ -83,19 +84,24 @@ class Decided:
 
 @dataclass(slots=True, eq=False)
 class Supply:
-    """KV of a request that another worker computes or holds for its own."""
+    """KV of a request that another worker computes or holds. name: of the request there.
+    cached_tokens: of a
+    split: tokens that the source did not compute.
+    """
 
     kind: TransferKind
     source: int
     name: str
-    """Of the request there."""
     cached_tokens: int = 0
-    """Of a split: what the source did not compute."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request under way, and when things happened to it."""
+    """A request under way.
+
+    has_turn: whether it has waited in line, and is to go on. supply: None: its worker computes the
+    prompt.
+    """
 
     request: SimRequest
     then: OnAnswer
@@ -104,18 +110,16 @@ class Flight:
     worker: int = 0
     attempts: int = 0
     has_turn: bool = False
-    """Whether it has waited in line, and is to go on."""
     first_token_s: float | None = None
     supply: Supply | None = None
-    """None: its worker computes the prompt."""
 
     def lost(self, loss: SimLoss, reason: str) -> SimAnswer:
         return SimAnswer(self.request, self.arrival_s, self.attempts, loss, reason)
 
 
 class SimReplica:
-    """A router: the requests that wait for it, how many it has decided, and the books that it
-    decides from."""
+    """A router: its waiting requests, the number of its decisions, and the books that it decides
+    from."""
 
     def __init__(self, books: list[Books]) -> None:
         self.books = books
@@ -136,7 +140,6 @@ class WaitingLine:
         self._flows: dict[str, deque[Flight]] = {}
         self._tags: dict[str, float] = {}
         self._tag = 0.0
-        """Of the last turn."""
 
     @property
     def is_waited_in(self) -> bool:
@@ -150,7 +153,7 @@ class WaitingLine:
             self._tag_first(priority)
 
     def turns(self, number: int) -> Iterator[Flight]:
-        """The next ones, of which there may be fewer."""
+        """Yields the next ones, of which there may be fewer."""
         for _ in range(number):
             if self._flows:
                 yield self._next()

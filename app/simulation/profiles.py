@@ -1,4 +1,4 @@
-"""How long models take on given hardware: the constants of the simulated engine's step time."""
+"""Step times of models on given hardware: the constants of the simulated engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from app.core.worker_report import Speed
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How long a model on given hardware takes, and how much it holds.
+    """A model on given hardware.
 
     A step takes over + max(a0 + b0*n, a1 + b1*n) + q*Σ chunk*(ctx + chunk/2) + c*Σ decode ctx + s*d
     seconds, n being its prefill tokens and decoding sequences, and d the latter alone: the first
     term of the maximum is bound by reading the weights, the second by arithmetic.
+
+    q_s: per pair of a prefill token and a token it attends to. c_s: per token of KV that decoding
+    sequences attend to. s_s: per decoding sequence, besides what each token takes.
+    host_s_per_token: to load one token's KV from the host tier.
+    keeps_room: whether a request is admitted only once there is room for its whole answer, so that
+    none is preempted. vLLM does not know how long an answer will be.
     """
 
     over_s: float
@@ -22,20 +28,14 @@ class Profile:
     a1_s: float
     b1_s: float
     q_s: float
-    """Per pair of a prefill token and a token it attends to."""
     c_s: float
-    """Per token of KV that decoding sequences attend to."""
     kv_pool_tokens: int
     max_batch_tokens: int
     host_s_per_token: float
-    """To load one token's KV from the host tier."""
     max_num_seqs: int = 256
     kv_bytes_per_token: int = 327_680
     s_s: float = 0.0
-    """Per decoding sequence, besides what each token takes."""
     keeps_room: bool = False
-    """Whether a request is admitted only once there is room for its whole answer, too, as some
-    engines do: none is then preempted. vLLM does not know how long an answer will be."""
 
     def compute_s(
         self,
@@ -44,8 +44,8 @@ class Profile:
         decode_context_tokens: int,
         decode_seqs: int = 0,
     ) -> float:
-        """Seconds of a step, not counting the load of host blocks. num_tokens: of prompts, and one
-        for each decoding sequence."""
+        """Returns seconds of a step, without the load of host blocks. num_tokens: of prompts, and
+        one for each decoding sequence."""
         weights = self.a0_s + self.b0_s * num_tokens
         arithmetic = self.a1_s + self.b1_s * num_tokens
         attention = self.q_s * attention_pairs + self.c_s * decode_context_tokens
@@ -107,9 +107,9 @@ USUAL = PROFILES["70b-4xh100"]
 
 
 def profile_of(speed: Speed, kv_pool_tokens: int) -> Profile:
-    """The profile of a worker that was found to be so fast.
+    """Returns the profile of a worker that was found to be so fast.
 
-    What speeds do not say, such as a step's fixed share, is scaled as prefills are.
+    Figures that speeds lack, such as a step's fixed share, are scaled as prefills are.
     """
     full_step_s = USUAL.compute_s(USUAL.max_batch_tokens, 0, 0)
     scale = speed.prefill_s_per_token * USUAL.max_batch_tokens / full_step_s
@@ -130,15 +130,15 @@ def profile_of(speed: Speed, kv_pool_tokens: int) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How KV leaves a worker: one transfer after another."""
+    """Link over which KV leaves a worker, one transfer after another. first_s: on top, for each
+    transfer; those of others go on meanwhile."""
 
     bytes_per_s: float
     first_s: float = 0.01
-    """On top, for each transfer; those of others go on meanwhile."""
 
 
 class Sending:
-    """The link of one worker, over which KV leaves it, one transfer after another."""
+    """The link of one worker in use."""
 
     def __init__(self, link: Link, profile: Profile) -> None:
         self._first_s = link.first_s
@@ -152,7 +152,7 @@ class Sending:
         return {"transfer_s": self._first_s, "transfer_s_per_token": self._s_per_token}
 
     def send(self, tokens: int, now_s: float) -> float:
-        """When so many tokens' KV will have arrived, sent from now on."""
+        """Returns when so many tokens' KV will have arrived, sent from now on."""
         if tokens:
             self._free_s = max(self._free_s, now_s) + tokens * self._s_per_token
             return self._free_s + self._first_s

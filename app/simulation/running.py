@@ -22,21 +22,23 @@ class Received:
 @dataclass(eq=False, slots=True)
 class SimSequence:
     """A request, from its arrival on. Of its `num_blocks` in the pool, `chain` are references and
-    the rest private."""
+    the rest private.
+
+    blocks: hashes of the full blocks of its prompt, and of those that its answer has filled.
+    computed: tokens whose KV it has, while its prompt is computed. due: the value of `emitted` at
+    which a block fills or the request ends.
+    """
 
     request: SimRequest
     received: Received | None
     blocks: list[SequenceHash] = field(init=False)
-    """Hashes of the full blocks of its prompt, and of those that its answer has filled."""
     chain: list[Slot] = field(default_factory=list)
     num_blocks: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0
     computed: int = 0
-    """Tokens whose KV it has, while its prompt is computed."""
     emitted: int = 0
     due: int = 0
-    """The value of `emitted` at which a block fills or the request ends."""
     was_admitted: bool = False
 
     def __post_init__(self) -> None:
@@ -65,21 +67,23 @@ class SimSequence:
 
 @dataclass(slots=True)
 class Prefill:
-    """The prefill work of one step."""
+    """Prefill work of one step.
+
+    done: requests whose prompt is complete, and what had been generated when they were preempted.
+    begun: requests admitted for the first time, and how many tokens of each were cached.
+    """
 
     tokens: int = 0
     pairs: float = 0.0
     loaded_tokens: int = 0
     done: list[SimSequence] = field(default_factory=list)
-    """Those whose prompt is complete, and what had been generated when they were preempted."""
     begun: list[tuple[str, int]] = field(default_factory=list)
-    """Requests that it admitted for the first time, and how many tokens of each were cached."""
     preempted: list[str] = field(default_factory=list)
 
 
 class Running:
-    """By admission, the oldest first. A request takes the whole batch or gets done, so at most one,
-    the youngest, has only a part of its prompt computed."""
+    """Admitted requests, the oldest first. A request takes the whole batch or gets done, so at most
+    one, the youngest, has only a part of its prompt computed."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
@@ -89,7 +93,7 @@ class Running:
         self.prefilling: SimSequence | None = None
         self.decoding: list[SimSequence] = []
         self.decode_context = 0
-        """Tokens of those that decode."""
+        """Tokens of the requests that decode."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -118,11 +122,11 @@ class Running:
         return True
 
     def growing(self) -> list[SimSequence]:
-        """Those whose next token needs a block that they do not have, the oldest first."""
+        """Returns requests whose next token needs a block that they lack, the oldest first."""
         return [sequence for sequence in self._growing if self.needs_block(sequence)]
 
     def note_growing(self, sequences: Iterable[SimSequence]) -> None:
-        """sequences: all whose last block may have filled in this step, the oldest first."""
+        """Note requests whose last block may have filled in this step, the oldest first."""
         self._growing = [sequence for sequence in sequences if self.needs_block(sequence)]
 
     def needs_block(self, sequence: SimSequence) -> bool:
@@ -137,7 +141,8 @@ class Running:
         chain += self._pool.register(filled, chain[-1] if chain else None)
 
     def decode(self) -> list[SimSequence]:
-        """One token for each that decodes. Returns those whose block fills, or that end."""
+        """Add one token to each request that decodes; returns those whose block fills, or that
+        end."""
         self.decode_context += len(self.decoding)
         due = []
         for sequence in self.decoding:
@@ -147,7 +152,7 @@ class Running:
         return due
 
     def quiet_steps(self) -> int:
-        """How many of the next steps only decode, while no request ends and no block fills."""
+        """Returns how many of the next steps only decode, end no request and fill no block."""
         if self.prefilling or self._growing or not self.decoding:
             return 0
         return min(sequence.due - sequence.emitted for sequence in self.decoding) - 1
@@ -159,7 +164,7 @@ class Running:
         self.decode_context += num_steps * len(self.decoding)
 
     def start_decoding(self, done: list[SimSequence]) -> None:
-        """Those whose prompts are computed get a token."""
+        """Give a token to each request whose prompt is computed."""
         for sequence in done:
             sequence.emitted += 1
             sequence.due = sequence.next_due(self._block_size)
@@ -167,7 +172,7 @@ class Running:
         self.decoding += done
 
     def leave(self, sequence: SimSequence) -> None:
-        """It no longer runs, whether or not it has finished; its blocks come free."""
+        """Remove a request, finished or not; its blocks come free."""
         if sequence is self.prefilling:
             self.prefilling = None
         else:

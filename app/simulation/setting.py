@@ -1,4 +1,4 @@
-"""What a fleet in virtual time is made of, and what its routers know of each other."""
+"""Settings of a fleet in virtual time, and what its routers know of each other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from app.simulation.profiles import USUAL, Link, Profile
 
 
 class Sharing(StrEnum):
-    """What a replica knows of the reservations that the others made."""
+    """Reservations of other replicas that a replica knows.
+
+    EXACT: every one at once; a reservation is refused if another one came before it. LATE: every
+    one some time later, as replicas inform each other.
+    """
 
     EXACT = "exact"
-    """All of them, at once: a reservation is refused if another one came before it."""
     LATE = "late"
-    """All of them, some time later: replicas inform each other."""
     NONE = "none"
 
 
@@ -27,39 +29,39 @@ class Setting:
     """Everything that is simulated, except the requests and the policy."""
 
     num_workers: int = 8
-    """At the start."""
+    """Workers at the start."""
     profiles: tuple[Profile, ...] = (USUAL,)
-    """Of the workers, in turn. SLOs are taken from the first."""
+    """Profiles of the workers, in turn. SLOs are taken from the first."""
     host_pool_tokens: int = 0
-    """For each worker; 0 means no host tier."""
+    """Tokens for each worker; 0 means no host tier."""
     block_size: int = 256
     replicas: int = 1
-    """They receive the requests in turn."""
+    """Routers, which receive the requests in turn."""
     sharing: Sharing = Sharing.EXACT
     sync_s: float = 0.005
-    """How late, if sharing is LATE."""
+    """Delay if sharing is LATE."""
     trip_s: float = 0.0005
-    """From lookup to reservation."""
+    """Seconds from lookup to reservation."""
     event_delay_s: float = 0.0
-    """From the end of a step until routers see what it did to the cache."""
+    """Seconds from the end of a step until routers see what it did to the cache."""
     metrics_interval_s: float = 0.1
     idle_reported: bool = True
     """Whether workers report how long the blocks that they evict were idle."""
     link: Link | None = None
-    """Of each worker; None: KV travels between none of them."""
+    """Link of each worker; None: KV travels between none of them."""
     kv_transfer: str = OWN_TRANSFER
-    """By which protocol: only our own engines fetch a prefix and compute the rest."""
+    """Protocol of transfers: only our own engines fetch a prefix and compute the rest."""
     roles: tuple[Role, ...] = (Role.BOTH,)
-    """Of the workers, in turn."""
+    """Roles of the workers, in turn."""
     split_above: int | None = None
-    """A yardstick, in place of the price: a prompt is computed by a source if its target lacks at
-    least so many of its tokens."""
+    """Tokens; a yardstick in place of the price: a prompt is computed by a source if its target
+    lacks at least so many."""
     priorities: bool = False
     """Whether requests have those that they name; else all are alike."""
     wait_above_s: float | None = None
-    """Requests wait while every worker's queue is longer; None: they never do."""
+    """Seconds of every worker's queue above which requests wait; None: they never do."""
     seed: int = 0
-    """For ties. Any but 0 also moves sessions, those that start together by the same time."""
+    """Seed for ties. Any but 0 also moves sessions, those that start together by the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,6 @@ class PolicyVariant:
 
     @property
     def cost(self) -> CostFunction | None:
-        """None for the policy's own cost function."""
+        """Cost function with the weight; None: the policy's own."""
         weight = self.weight
         return None if weight is None else partial(blocks, prefill_weight=weight)

@@ -1,4 +1,4 @@
-"""Learns how fast a worker is from the steps of its engine.
+"""Speed of a worker, learned from the steps of its engine.
 
 Two least-squares fits, in which old steps count less and less. Ridge regression pulls each towards
 the defaults to the extent that its steps leave it undetermined:
@@ -26,18 +26,18 @@ FORGET = 0.9995
 """Weight of a step relative to the next one: it halves after 1,400 steps."""
 STALL = 10.0
 STALL_S = 1.0
-"""A step counts as at most STALL times as long as expected, or as STALL_S, whichever is longer: one
-during which the process was paused would outweigh thousands of others."""
+"""Steps count as at most STALL times as long as expected, or as STALL_S, whichever is longer: a
+pause of the process would outweigh thousands of steps."""
 STEPS_TO_EXPECT = 10
-"""Before a fit has had this many steps, any length may be normal."""
+"""Steps that a fit must have had before any length is abnormal."""
 DISCOUNT = 1e-6
 """Weight of the loads from before a tier is retried: they count only until there is another."""
 OUTPUT_WINDOW = 200
-"""Roughly how many requests the mean output length covers."""
+"""Requests that the mean output length covers, roughly."""
 
 
 def sped_up(speed: Speed, factor: float) -> Speed:
-    """The speed of the same worker when its clock runs `factor` times as fast."""
+    """Returns the speed of the same worker when its clock runs `factor` times as fast."""
     seconds = [f.name for f in fields(Speed) if "_s_per_" in f.name or f.name[-2:] == "_s"]
     return replace(speed, **{name: getattr(speed, name) / factor for name in seconds})
 
@@ -71,10 +71,8 @@ class LeastSquares:
         self._moment = fade * self._moment + x.T @ (weights * seconds)
 
     def weights(self) -> NDArray[np.float64]:
-        """The constant, then the features' weights.
-
-        A negative one is set to 0 and the rest refitted.
-        """
+        """Returns the constant, then the features' weights. A negative one is set to 0 and the rest
+        refitted."""
         gram, moment = self._gram + self._ridge, self._moment + self._pull
         free = np.ones(len(moment), dtype=bool)
         while True:
@@ -86,11 +84,11 @@ class LeastSquares:
 
 
 class SpeedLearner:
-    """Call `observe` for every step, and `speed` whenever the speed is to be published.
+    """Learner that is told every step by `observe`, and asked for the `speed` to be published.
 
     batch_tokens: tokens of a full step. `prefill_s_per_token` is the time of a full step of nothing
-    but prefill, without its attention, divided by its tokens: v1 + v0 / batch_tokens. That is what
-    a queued prompt takes per token, as all tokens of a step share its fixed cost.
+    but prefill, without its attention, divided by its tokens: v1 + v0 / batch_tokens. A queued
+    prompt takes that per token, as all tokens of a step share its fixed cost.
     """
 
     FOLD_AT = 256
@@ -116,8 +114,8 @@ class SpeedLearner:
     def observe(self, step: EngineStep, wall_s: float, for_others: Container[str] = ()) -> None:
         """Learn from a step of `wall_s` seconds of wall time, including its share of loading.
 
-        for_others: ids of requests whose prompts alone matter, as other workers decode them: their
-        answers of one token say nothing of how long answers are.
+        for_others: ids of requests that other workers decode: their answers of one token say
+        nothing of how long answers are.
         """
         load_s = wall_s * step.load_s / step.duration_s
         decode = (step.decode_seqs, step.decode_context_tokens)
@@ -148,7 +146,7 @@ class SpeedLearner:
         self._loaded_tokens[tier] *= DISCOUNT
 
     def speed(self) -> Speed:
-        """The learned values, and the defaults where there is nothing to learn from."""
+        """Returns the learned values, and the defaults where there is nothing to learn from."""
         self._fold()
         decode, prefill = self._decode.weights(), self._prefill.weights()
         learned = self._defaults

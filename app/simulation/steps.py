@@ -1,4 +1,4 @@
-"""What goes into a simulated engine, what it refuses, and what one step of any engine reports."""
+"""Inputs of a simulated engine, what it refuses, and what one step of any engine reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from app.core.types import SequenceHash
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens after them.
+    """A request. blocks: hashes of the prompt's full blocks; tail_tokens: the prompt tokens after
+    them.
 
     The engine writes exactly `max_tokens` tokens, at least one. seed: of the hashes of blocks.
     """
@@ -48,7 +49,8 @@ class SimRequest:
         return cls(request_id, tuple(blocks), tail_tokens, len(raw) // 4, max_tokens, seed)
 
     def output_tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids `start` to `stop` of the output: 15 bits each, set by the prompt alone."""
+        """Returns token ids `start` to `stop` of the output: 15 bits each, set by the prompt
+        alone."""
         tail = struct.pack(f"<{len(self.tail_tokens)}I", *self.tail_tokens)
         seed = xxh3_64_intdigest(tail, self.blocks[-1] if self.blocks else 0)
         # A Weyl sequence: multiples of 2^64 / golden ratio, whose high bits look random.
@@ -56,8 +58,8 @@ class SimRequest:
 
 
 class PromptTooLargeError(ValueError):
-    """The request could never be admitted: prompt and output exceed the whole KV pool, or what the
-    model takes.
+    """A request that could never be admitted: prompt and output exceed the whole KV pool, or what
+    the model takes.
 
     limit_of: says what has the limit. field: of the request, that must become smaller.
     """
@@ -77,31 +79,33 @@ class Finished:
     """Prompt tokens that were not computed, but held by a tier at admission, or received."""
     output_tokens: int
     host_tokens: int = 0
-    """How many of the cached tokens were loaded from the host tier."""
+    """Cached tokens that were loaded from the host tier."""
     disk_tokens: int = 0
     finish_reason: str = "length"
-    """As in the OpenAI API: `length`, or `stop` after an end-of-sequence token."""
+    """Reason as in the OpenAI API: `length`, or `stop` after an end-of-sequence token."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """One step: how long it took, in engine seconds, what it did, and why it took that long."""
+    """One step: how long it took, in engine seconds, what it did, and why it took that long.
+
+    load_s: the part of `duration_s` spent loading from the host tier. attention_pairs: Σ chunk*(ctx
+    + chunk/2), pairs of a prefill token and a token it attends to.
+    emitted: requests that got one token each, the first tokens last; first_tokens: those of them
+    that got their first one.
+    begun: requests whose prompt it began to compute, and how many tokens of each were cached.
+    preempted: requests that it put off, as others needed their blocks; the last one is the oldest.
+    """
 
     duration_s: float
     load_s: float
-    """The part of `duration_s` spent loading from the host tier."""
     loaded_tokens: int
     prefill_tokens: int
     attention_pairs: float
-    """Σ chunk*(ctx + chunk/2): pairs of a prefill token and a token it attends to."""
     decode_seqs: int
     decode_context_tokens: int
     emitted: list[str]
-    """Requests that got one token each, the first tokens last."""
     first_tokens: list[str]
-    """Those of them that got their first token."""
     finished: list[Finished]
     begun: list[tuple[str, int]] = field(default_factory=list)
-    """Requests whose prompt it began to compute, and how many tokens of each were cached."""
     preempted: list[str] = field(default_factory=list)
-    """Requests that it put off, as others needed their blocks; the last one is the oldest."""

@@ -21,15 +21,16 @@ from app.simulation.setting import Setting
 from app.simulation.speed import SpeedLearner
 
 SPEED_INTERVAL_S = 5.0
-"""How often a worker publishes its speed. A live worker does so with its metrics, but the values
-are the same: they hardly change."""
+"""Seconds between publications of a worker's speed. A live worker does so with its metrics, but the
+values hardly change."""
 
 
 class Status(StrEnum):
+    """State of a worker. One that drains gets no new requests, and leaves once all are answered."""
+
     STARTING = "starting"
     LIVE = "live"
     DRAINING = "draining"
-    """It gets no new requests, and leaves when it has answered those that it has."""
     GONE = "gone"
 
 
@@ -66,7 +67,7 @@ class SimWorker:
         self.metrics: ForwardPassMetrics = self.engine.metrics()
         self.status = Status.STARTING
         self.asked_s = asked_s
-        """When it was asked for: from then on it has its hardware."""
+        """Time when it was asked for: from then on it has its hardware."""
         self.live_s = math.inf
         self.gone_s = math.inf
         self.num_requests = 0
@@ -82,7 +83,7 @@ class SimWorker:
         self.publish_metrics(asked_s)
 
     def publish_metrics(self, now_s: float) -> None:
-        """Called before every change, and so as often as anyone could notice."""
+        """Publish, before every change, and so as often as anyone could notice."""
         if now_s < self._due_s:
             return
         self._due_s = (now_s // self._interval_s + 1) * self._interval_s
@@ -103,9 +104,9 @@ class SimWorker:
         now_s: float,
         ahead: int = 0,
     ) -> tuple[float, ...]:
-        """This worker's values, in the order of Candidates.
+        """Returns this worker's values, in the order of Candidates.
 
-        rounds: as for `load_rows`; ahead: as for `Holdings.overlap`.
+        rounds: see `load_rows`. ahead: see `Holdings.overlap`.
         """
         self.publish_metrics(now_s)
         metrics = self.metrics
@@ -117,8 +118,8 @@ class SimWorker:
         )
 
     def has_come_s(self, chain: Sequence[SequenceHash], now_s: float) -> float:
-        """When the leading blocks of a chain will have come that are on their way; now, if none
-        is."""
+        """Returns when the leading blocks of a chain will have come that are on their way; now, if
+        none is."""
         lacking = chain[self.engine.pool.match(chain) :]
         of_some = takewhile(lambda when_s: when_s is not None, map(self.coming.get, lacking))
         return max((when_s for when_s in of_some if when_s is not None), default=now_s)
@@ -130,5 +131,5 @@ class SimWorker:
         )
 
     def held_s(self, until_s: float) -> float:
-        """Seconds for which it has had its hardware."""
+        """Returns seconds for which it has had its hardware."""
         return max(0.0, min(self.gone_s, until_s) - self.asked_s)
