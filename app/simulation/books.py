@@ -160,8 +160,10 @@ class Holdings:
             for event in self._late.popleft()[1]:
                 self._apply(event)
         tiers = self._tiers
-        device = _leading(chain, 0, lambda block: tiers.get(block, 0) & self.DEVICE != 0)
-        held = _leading(chain, device, tiers.__contains__)
+        device = held = 0
+        if chain and chain[0] in tiers:
+            device = _leading(chain, 0, lambda block: tiers.get(block, 0) & self.DEVICE != 0)
+            held = _leading(chain, device, tiers.__contains__)
         if ahead > held:
             return device + ahead - held, held - device
         return device, held - device

@@ -8,15 +8,15 @@ sees what workers and other routers did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from itertools import cycle, islice
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
 from app.core.errors import AllWorkersBusy, NoWorkers
-from app.core.loads import ROUND, Load
+from app.core.loads import LOAD_FIELDS, ROUND, Load
 from app.core.roles import Role
 from app.core.types import SequenceHash
 from app.policy.transfer import TransferKind
@@ -41,6 +41,7 @@ from app.simulation.steps import EngineStep, Finished, SimRequest
 from app.simulation.worker import Quiet, SimWorker, Status
 
 T = TypeVar("T")
+_values = attrgetter(*LOAD_FIELDS)
 
 
 class SimFleet:
@@ -160,7 +161,7 @@ class SimFleet:
 
     def _decide(self, replica: SimReplica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
-        loads = [copy(books.load) for books in replica.books]
+        loads = [Load(*_values(books.load)) for books in replica.books]
         rounds = rounds_of(replica.books)
         plans = []
         waiting, replica.waiting = replica.waiting, []
