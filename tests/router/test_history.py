@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from functools import partial
-from types import SimpleNamespace
 
+from app.core.loads import Load
 from app.core.settings.router import RouterSettings
 from app.policy.record import decode
 from app.router.fleet import Fleet
@@ -16,7 +16,8 @@ from app.state.connect import connect
 from app.state.decisions import FIELD, MAX_WRITTEN
 from app.state.scripts import ScriptRunner
 from tests.eventually import eventually
-from tests.state.test_decisions import CHAIN, KEYS, record
+from tests.policy.test_plan import plan, query, view_of
+from tests.state.test_decisions import KEYS
 
 
 def history_of(redis, runner=None, **settings):
@@ -33,16 +34,16 @@ def history_of(redis, runner=None, **settings):
     )
 
 
-def planned(make):
-    """As much of a Plan as is recorded of it."""
-    decision = SimpleNamespace(reservation_id="r")
-    return SimpleNamespace(record=lambda details, now_s, ending: make(), decision=decision)
+def planned(request_id):
+    asked = query()
+    asked.request.request_id = request_id
+    return plan(asked, view_of(Load()))
 
 
 async def test_when_too_many_decisions_are_unwritten_the_oldest_are_dropped(redis):
     history = history_of(redis)
     for n in range(MAX_UNWRITTEN + 3):
-        history.record(planned(lambda n=n: record(f"r{n}", CHAIN)))
+        history.record(planned(f"r{n}"))
     writing = asyncio.create_task(history.run())
     written = partial(redis.xrange, KEYS["decisions"])
     entries = await eventually(written, lambda found: len(found) >= MAX_UNWRITTEN)
@@ -62,32 +63,25 @@ async def test_what_redis_does_not_accept_is_lost_but_not_what_comes_later(
     async with connect(own_redis_server.url) as redis:
         history = history_of(redis)
         own_redis_server.kill()
-        history.record(planned(lambda: record("r0", CHAIN)))
+        history.record(planned("r0"))
         writing = asyncio.create_task(history.run())
         await eventually(log, lambda text: "decisions not recorded" in text)
         own_redis_server.start()
-        history.record(planned(lambda: record("r1", CHAIN)))
+        history.record(planned("r1"))
         [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
         writing.cancel()
     assert decode(entry[FIELD]).request_id == "r1"
 
 
 async def test_none_are_recorded_if_none_are_to_be_kept(redis):
-    made = []
-
-    def make(request_id):
-        made.append(request_id)
-        return record(request_id, CHAIN)
-
-    off = history_of(redis, decisions_kept=0)
-    on = history_of(redis)
+    off, on = history_of(redis, decisions_kept=0), history_of(redis)
     writing = [asyncio.create_task(history.run()) for history in (off, on)]
-    off.record(planned(lambda: make("off")))
-    on.record(planned(lambda: make("on")))
-    await eventually(partial(redis.xrange, KEYS["decisions"]))
+    off.record(planned("off"))
+    on.record(planned("on"))
+    [(_, entry)] = await eventually(partial(redis.xrange, KEYS["decisions"]))
     for task in writing:
         task.cancel()
-    assert made == ["on"]
+    assert decode(entry[FIELD]).request_id == "on"
 
 
 async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis):
@@ -100,7 +94,7 @@ async def test_no_call_writes_more_than_redis_can_in_a_millisecond(redis):
 
     history = history_of(redis, Runner(redis, timeout_s=5))
     for n in range(2 * MAX_WRITTEN + 1):
-        history.record(planned(lambda n=n: record(f"r{n}", CHAIN)))
+        history.record(planned(f"r{n}"))
     writing = asyncio.create_task(history.run())
     await eventually(partial(redis.xlen, KEYS["decisions"]), lambda n: n > 2 * MAX_WRITTEN)
     writing.cancel()
