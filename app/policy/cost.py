@@ -162,33 +162,16 @@ CostFunction = Callable[[Candidates, RequestSize], Costs]
 
 
 def latency(candidates: Candidates, size: RequestSize) -> Costs:
-    """Predicted seconds that the request costs itself and the others on each worker.
+    """Predicted seconds that the request costs itself and the others on each worker:
 
-    A request of high or low priority weighs queue_s and blocking_s otherwise: see `weighed`.
+        q(Q) + M + P (2 + 0.3 w + 0.05 n + r) + 0.7 decode + 2 A + i (S - min S)
 
-    queue_s         prefill already in flight, which this request waits for: up to 2 s in full, a
-                    longer queue of Q s as 2 (1 + ln(Q / 2)), as caches are worth more the longer
-                    queues are
-    memory_wait_s   the wait for free KV blocks beyond that: for as long as a request stays, where
-                    this prompt's new ones do not fit beside those that the worker reports in use
-                    and the prefill in flight
-    P (2 + 0.3 w + 0.05 n + r), where P is the prefill of this prompt, w of the n requests in flight
-    wait for their first token, and r is the chance that what is evicted is asked for again:
-        prefill_s       P
-        blocking_s      P (1 + 0.3 w): the delay to those that will queue behind it, as more will
-                        come where many wait
-        interference_s  0.05 P n: the delay to answers in flight
-        eviction_s      P r, because that much will have to be recomputed. r is 300 / (300 + idle),
-                        where idle is how many seconds the worker's blocks go unused before
-                        eviction. Where it is more than 0.25 above a slower worker's, 20 times the
-                        square of what it is beyond that comes on top, for one k times as slow at
-                        most 4 (k - 1): sessions then use the memory of the slow ones too
-    decode_s        70 % of the decode steps shared with the requests in flight, over a mean output
-    arrival_s       twice the time until a part of the prompt has come that is on its way from
-                    another worker: as more requests will wait for it. Left out if there is none
-    spread_s        while workers are idle, the prefill routed to the worker lately beyond that of
-                    the one that got least, where one that is busy counts as the one that got most:
-                    where no queue tells workers apart, all of the fleet's memory is to be used
+    P is the prefill of this prompt; w of the n requests in flight wait for their first token; r is
+    the chance that what is evicted is asked for again. That product is four terms, prefill_s,
+    blocking_s, interference_s and eviction_s, as they have a reason each. The others are queue_s,
+    memory_wait_s, decode_s, arrival_s (left out if nothing is on its way) and spread_s (left out
+    if no worker is idle). docs/design/costs.md explains symbols and terms. A request of high or low
+    priority weighs queue_s and blocking_s otherwise: see `weighed`.
 
     These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """

@@ -63,12 +63,8 @@ class View:
         self.suspected: Counter[tuple[str, Incarnation]] = Counter()
         """Tries that this replica has yet to have judged, by mark and worker."""
         self.away = snapshot.away if snapshot.marks else {}
-        self.trusts = workers.trusts
+        self.trusts = self._trusts_of(workers)
         """Trust in the workers that are not exact."""
-        if self.away:
-            known = workers.trusts
-            away = {i: lowest(known.get(i, Trust.EXACT), Trust.APPROXIMATE) for i in self.away}
-            self.trusts = {**known, **away}
         self.guessed = frozenset(
             inc for inc, trust in self.trusts.items() if trust is Trust.APPROXIMATE
         )
@@ -95,15 +91,23 @@ class View:
         self.knows_failures = has_any or bool(self._left_alone)
         """Whether any worker is known to have failed lately."""
         self._rows = rows_of(self._loads, self.now_ms, workers.max_requests, self.rounds)
-
-        self._others: Floats | None = None
+        self._others = self._others_of(workers)
         """Rows to be added to `_rows`, of what no router reserved; None: there is nothing."""
-        if workers.may_have_others:
-            columns, block_size = self._loads.columns, workers.infos[0].block_size
-            self._others = others_rows(
-                reported.others_of(workers.reports, columns, self.now_ms, block_size)
-            )
+        if self._others is not None:
             self._rows += self._others
+
+    def _trusts_of(self, workers: Workers) -> Mapping[Incarnation, Trust]:
+        if not self.away:
+            return workers.trusts
+        known = workers.trusts
+        away = {i: lowest(known.get(i, Trust.EXACT), Trust.APPROXIMATE) for i in self.away}
+        return {**known, **away}
+
+    def _others_of(self, workers: Workers) -> Floats | None:
+        if not workers.may_have_others:
+            return None
+        columns, block_size = self._loads.columns, workers.infos[0].block_size
+        return others_rows(reported.others_of(workers.reports, columns, self.now_ms, block_size))
 
     def _heed_marks(self) -> None:
         """Workers on trial keep their usual price, so that they get a request."""

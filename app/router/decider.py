@@ -128,13 +128,7 @@ class Decider:
                 batch.append(self._queue.get_nowait())
             self._degraded.decide(batch, error)
             return
-        for pending in batch:
-            # A sender's clock may be ahead.
-            pending.began_ms = min(pending.began_ms or view.now_ms, view.now_ms)
-            if pending.request.spending is not None:
-                self._replica.limiter.let_in(pending.request)
-                if pending.request.spending.refused is not None:
-                    pending.fail(pending.request.spending.refused)
+        self._let_in(batch, view)
         undecided = _wanted(batch)
         if self._waiting is not None:
             self._waiting.note_flows(undecided)
@@ -166,6 +160,15 @@ class Decider:
         for pending in undecided:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
+
+    def _let_in(self, batch: list[Pending], view: View) -> None:
+        for pending in batch:
+            # A sender's clock may be ahead.
+            pending.began_ms = min(pending.began_ms or view.now_ms, view.now_ms)
+            if pending.request.spending is not None:
+                self._replica.limiter.let_in(pending.request)
+                if pending.request.spending.refused is not None:
+                    pending.fail(pending.request.spending.refused)
 
     def _lost(self, some: list[Pending], error: RedisUnavailable | NamespaceMissing) -> None:
         """Decide without Redis, and release what Redis may still reserve."""

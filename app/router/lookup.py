@@ -8,13 +8,13 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.core.errors import KvrouteError, WrongVersion
 from app.core.overlaps import Overlaps
 from app.core.trust import Trust
 from app.core.types import NO_OVERLAP, Incarnation, SequenceHash, TierOverlap
-from app.policy.decision import Query
+from app.policy.decision import Query, RouteRequest
 from app.policy.plan import Plan
 from app.policy.view import View
 from app.router.history import History
@@ -129,11 +129,7 @@ class LookUp:
         """
         runner, fleet, keyspace = self._replica.runner, self._replica.fleet, self._replica.keyspace
         chains = [query.request.chain for query in queries]
-        limited = []
-        for query in queries:  # a loop, as that calls nothing where no key has limits
-            spending = query.request.spending
-            if spending is not None and not spending.is_let_in:
-                limited.append(query.request)
+        limited = _limited(queries)
         while True:
             shards = fleet.shards or (await runner.one(self._loads)).shards or 1
             recall = self._history.recall(queries)
@@ -145,52 +141,57 @@ class LookUp:
             ):
                 # Only now, so that what the trip settles is told before it.
                 asking = self._replica.limiter.asking(limited) if limited else None
+                along = [*trip.calls, *([asking.call] if asking else ())]
+                along.append(reservations.changes(keyspace, self.columns))
+                along += (*recall, *predicting.values(), *computing.values())
                 overlaps, replies = await overlap.match(
-                    runner,
-                    keyspace,
-                    chains,
-                    shards,
-                    along=[
-                        *trip.calls,
-                        *([asking.call] if asking else ()),
-                        reservations.changes(keyspace, self.columns),
-                        *recall,
-                        *predicting.values(),
-                        *computing.values(),
-                    ],
-                    boundaries=self._boundaries,
+                    *(runner, keyspace, chains, shards), along=along, boundaries=self._boundaries
                 )
                 trip.replies = replies[: len(trip.calls)]
             del replies[: len(trip.calls)]
             if asking is not None:
                 asking.told(replies.pop(0))
                 limited = []
-            snapshot, *others = replies
-            recalled = others[: len(recall)]
-            told = iter(others[len(recall) :])
-            predicted = dict(zip(predicting, told, strict=False))
-            in_flight = dict(zip(computing, told, strict=True))
+            told = iter(replies)
+            snapshot = next(told)
             if isinstance(snapshot, KvrouteError):
                 raise snapshot
+            recalled = [next(told) for _ in recall]
+            predicted = {place: next(told) for place in predicting}
+            in_flight = {place: next(told) for place in computing}
             snapshot = snapshot or await runner.one(self._loads)
             view = await fleet.view(snapshot)
             # Otherwise the namespace was recreated, and the blocks are elsewhere.
             if snapshot.shards == shards:
                 break
-        self._replica.telemetry.blind.inc(overlaps.count(None))
-        for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
-            ahead, fields = predicted.get(place), in_flight.get(place)
-            foreseen = ahead if isinstance(ahead, dict) else {}
-            coming = (
-                self._history.note_computing(query, fields, snapshot.now_ms)
-                if isinstance(fields, dict)
-                else {}
-            )
-            self._tell(query, view, published, foreseen, coming)
+        self._tell_all(queries, view, overlaps, predicted, in_flight)
         for visits in recalled:
             if isinstance(visits, list):
                 self._history.follow(queries, visits, snapshot.now_ms)
         return view
+
+    def _tell_all(
+        self,
+        queries: Sequence[Query],
+        view: View,
+        overlaps: Sequence[Overlaps | None],
+        predicted: Mapping[int, Any],
+        in_flight: Mapping[int, Any],
+    ) -> None:
+        """Set what each query knows of its prompt.
+
+        predicted, in_flight: replies by a query's place; what is no mapping is an error.
+        """
+        self._replica.telemetry.blind.inc(sum(published is None for published in overlaps))
+        for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
+            ahead, fields = predicted.get(place), in_flight.get(place)
+            foreseen = ahead if isinstance(ahead, dict) else {}
+            coming = (
+                self._history.note_computing(query, fields, view.now_ms)
+                if isinstance(fields, dict)
+                else {}
+            )
+            self._tell(query, view, published, foreseen, coming)
 
     def _tell(
         self,
@@ -227,6 +228,16 @@ class LookUp:
         }
         query.held = overlaps = with_predicted(overlaps, held) if held else overlaps
         query.overlaps = view.reusable(overlaps, query.request.isl_tokens)
+
+
+def _limited(queries: Sequence[Query]) -> list[RouteRequest]:
+    """Returns the requests of limited keys that are not let in."""
+    limited = []
+    for query in queries:  # a loop, as that calls nothing where no key has limits
+        spending = query.request.spending
+        if spending is not None and not spending.is_let_in:
+            limited.append(query.request)
+    return limited
 
 
 def _trust(published: Overlaps | None, is_short: bool, is_predicted: bool) -> Trust:
