@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -74,12 +73,6 @@ _OPTIONS = (
         click.Choice(list(PROFILES)),
         multiple=True,
     ),
-    click.option(
-        "--keep-room",
-        is_flag=True,
-        help="Engines admit a request once there is room for its whole answer, too. Default: once "
-        "there is for its prompt, and preempt the youngest where there is none left, as vLLM does.",
-    ),
     option("--host-tokens", 0, "Host tokens per worker.", COUNT),
     option(
         "--roles",
@@ -96,7 +89,6 @@ _OPTIONS = (
         "What replicas know about each other's reservations.",
         click.Choice([str(sharing) for sharing in Sharing]),
     ),
-    option("--sync-ms", 5.0, "Delay of `late` sharing.", MILLISECONDS),
     click.option(
         "--priorities",
         is_flag=True,
@@ -123,12 +115,10 @@ def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def setting_of(
     sharing: str,
     host_tokens: int,
-    sync_ms: float,
     roles: tuple[Role, ...] | None,
     link_gbit: float | None,
     num_workers: int,
     profiles: tuple[str, ...],
-    keep_room: bool,
     **same: Any,
 ) -> Setting:
     """Raises UsageError for roles without a link."""
@@ -136,11 +126,10 @@ def setting_of(
         raise click.UsageError("--roles needs --link-gbit, by which KV travels")
     return Setting(
         num_workers=len(roles) if roles else num_workers,
-        profiles=tuple(replace(PROFILES[name], keeps_room=keep_room) for name in profiles),
+        profiles=tuple(PROFILES[name] for name in profiles),
         roles=roles or (Role.BOTH,),
         link=None if link_gbit is None else Link(link_gbit * 1e9 / 8),
         sharing=Sharing(sharing),
         host_pool_tokens=host_tokens,
-        sync_s=sync_ms / 1000,
         **same,
     )

@@ -254,15 +254,12 @@ class SimEngine:
         return step
 
     def _admit(self, step: Prefill, budget: int) -> SimSequence | None:
-        """Start the head of the queue, if there is room for its prompt, and for its answer where
-        the engine keeps that."""
+        """Start the head of the queue, if there is room for its prompt."""
         if not self._waiting or len(self._running) == self.profile.max_num_seqs:
             return None
         sequence = next(iter(self._waiting.values()))
         request, context = sequence.request, sequence.context_tokens
         num_blocks = -(-context // self.block_size)
-        if self.profile.keeps_room:
-            num_blocks = self._num_blocks(request)
         # As in vLLM, the last token is always computed: its logits give the next one.
         usable = sequence.blocks[: (context - 1) // self.block_size]
         prefix = usable[: self.pool.match(usable)]
@@ -270,10 +267,9 @@ class SimEngine:
             assert len(self._running) or self._held, "an empty pool refused a request that fits"
             return None
         sequence.computed = len(prefix) * self.block_size
-        if not self.profile.keeps_room:
-            # Those of the first chunk alone: it may be preempted before the next.
-            first = min(context, sequence.computed + budget - step.tokens)
-            num_blocks = -(-first // self.block_size)
+        # Those of the first chunk alone: it may be preempted before the next.
+        first = min(context, sequence.computed + budget - step.tokens)
+        num_blocks = -(-first // self.block_size)
         acquired = self.pool.acquire(prefix, num_blocks)
         assert acquired is not None
         sequence.chain, sequence.num_blocks = acquired.slots, num_blocks

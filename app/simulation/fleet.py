@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from operator import attrgetter
-from typing import TypeVar
 
 import numpy as np
 
@@ -40,7 +39,6 @@ from app.simulation.setting import PolicyVariant, Setting, Sharing
 from app.simulation.steps import EngineStep, Finished, SimRequest
 from app.simulation.worker import Quiet, SimWorker, Status
 
-T = TypeVar("T")
 _values = attrgetter(*LOAD_FIELDS)
 
 
@@ -212,7 +210,7 @@ class SimFleet:
                 refused.append(plan.flight)
                 continue
             for share in plan.shares:
-                self._tell(replica, share.worker, now_s, Books.reserve, share.booking)
+                replica.books[share.worker].reserve(share.booking, now_s)
             self._start(plan, now_s)
             if self.on_decided is not None:
                 request = plan.flight.request
@@ -222,25 +220,6 @@ class SimFleet:
         replica.is_deciding = False
         if replica.waiting:
             self._decide(replica, now_s)
-
-    def _tell(
-        self,
-        replica: SimReplica,
-        worker: int,
-        now_s: float,
-        enter: Callable[[Books, T, float], None],
-        what: T,
-    ) -> None:
-        """Enter something in the replica's books, and in the others' when they learn of it."""
-        enter(replica.books[worker], what, now_s)
-        if self.setting.sharing is Sharing.LATE:
-            others = [other.books[worker] for other in self.replicas if other is not replica]
-
-            def sync(then_s: float) -> None:
-                for books in others:
-                    enter(books, what, then_s)
-
-            self.at(now_s + self.setting.sync_s, sync)
 
     def _start(self, plan: SimPlan, now_s: float) -> None:
         flight, source = plan.flight, plan.source
@@ -284,7 +263,7 @@ class SimFleet:
         """Send what the target lacks of a prompt that its source has computed."""
         request, supply = flight.request, flight.supply
         assert supply is not None, "computed for nobody"
-        self._tell(flight.replica, supply.source, now_s, Books.computed, request.request_id)
+        flight.replica.books[supply.source].computed(request.request_id, now_s)
         supply.cached_tokens = finished.cached_tokens
         self._send(flight, supply, request.blocks, now_s)
 
@@ -382,15 +361,15 @@ class SimFleet:
     def _first_token(self, flight: Flight, now_s: float) -> None:
         flight.first_token_s = now_s
         request_id = flight.request.request_id
-        self._tell(flight.replica, flight.worker, now_s, Books.prefill_complete, request_id)
+        flight.replica.books[flight.worker].prefill_complete(request_id, now_s)
         if flight.supply is not None:
-            self._tell(flight.replica, flight.supply.source, now_s, Books.release, request_id)
+            flight.replica.books[flight.supply.source].release(request_id, now_s)
 
     def _finish(self, flight: Flight, finished: Finished, now_s: float) -> None:
         request_id = flight.request.request_id
         del self._flights[request_id]
         self.workers[flight.worker].num_requests -= 1
-        self._tell(flight.replica, flight.worker, now_s, Books.release, request_id)
+        flight.replica.books[flight.worker].release(request_id, now_s)
         supply, cached_tokens = flight.supply, finished.cached_tokens
         if supply is not None and supply.kind is TransferKind.SPLIT:
             cached_tokens = supply.cached_tokens

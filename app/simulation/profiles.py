@@ -18,8 +18,6 @@ class Profile:
     q_s: per pair of a prefill token and a token it attends to. c_s: per token of KV that decoding
     sequences attend to. s_s: per decoding sequence, besides what each token takes.
     host_s_per_token: to load one token's KV from the host tier.
-    keeps_room: whether a request is admitted only once there is room for its whole answer, so that
-    none is preempted. vLLM does not know how long an answer will be.
     """
 
     over_s: float
@@ -35,7 +33,6 @@ class Profile:
     max_num_seqs: int = 256
     kv_bytes_per_token: int = 327_680
     s_s: float = 0.0
-    keeps_room: bool = False
 
     def compute_s(
         self,

@@ -13,14 +13,12 @@ from app.simulation.profiles import USUAL, Link, Profile
 
 
 class Sharing(StrEnum):
-    """Reservations of other replicas that a replica knows.
+    """Whether replicas know each other's reservations.
 
-    EXACT: every one at once; a reservation is refused if another one came before it. LATE: every
-    one some time later, as replicas inform each other.
+    EXACT: every one at once; a reservation is refused if another one came before it.
     """
 
     EXACT = "exact"
-    LATE = "late"
     NONE = "none"
 
 
@@ -38,8 +36,6 @@ class Setting:
     replicas: int = 1
     """Routers, which receive the requests in turn."""
     sharing: Sharing = Sharing.EXACT
-    sync_s: float = 0.005
-    """Delay if sharing is LATE."""
     trip_s: float = 0.0005
     """Seconds from lookup to reservation."""
     event_delay_s: float = 0.0

@@ -83,7 +83,6 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("simulate", "--load nan"),
         ("simulate", "--policy blocks:-5"),
         ("simulate", "--policy blocks:nan"),
-        ("simulate", "--sync-ms inf"),
     ],
 )
 def test_an_unusable_number_is_refused(module, arguments):

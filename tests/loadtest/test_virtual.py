@@ -91,11 +91,11 @@ def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker():
     trace = Trace("made up", (first, *burst))
 
     def on_owner(sharing):
-        setting = Setting(num_workers=4, replicas=8, sharing=sharing, sync_s=0.05)
+        setting = Setting(num_workers=4, replicas=8, sharing=sharing)
         owner, *rest = workers_of(trace, setting)
         return rest.count(owner)
 
-    assert on_owner(Sharing.NONE) == on_owner(Sharing.LATE) == 8
+    assert on_owner(Sharing.NONE) == 8
     assert on_owner(Sharing.EXACT) < 8
 
 

@@ -400,19 +400,6 @@ def test_a_preempted_request_can_be_cancelled():
     assert [f.request_id for step in drain(engine) for f in step.finished] == ["old"]
 
 
-def test_an_engine_that_keeps_room_for_answers_admits_later_and_preempts_none():
-    engine = engine_of(pool_blocks=5, profile=replace(EASY, keeps_room=True))
-    engine.submit(request_of("running", ABC[:4], max_tokens=8))  # 3 blocks of 5
-    engine.submit(request_of("large", range(10), max_tokens=2))  # 3 blocks
-    engine.submit(request_of("small", (1,)))  # 1 block
-
-    steps = drain(engine)
-
-    # `running` takes steps 1 to 8; step 9 computes 8 tokens of `large`, and step 10 the rest.
-    assert first_steps(steps) == {"running": 1, "large": 10, "small": 10}
-    assert engine.num_preemptions == 0
-
-
 def test_a_request_larger_than_the_pool_is_refused_with_both_sizes():
     engine = engine_of(pool_blocks=4)
     serve(engine, request_of("fits", ABC, max_tokens=6))
