@@ -27,7 +27,7 @@ from app.policy.cost import (
     predicted_prefill_s,
     sharing,
 )
-from app.policy.decision import Candidate, Decision, Query, RouteRequest, Source
+from app.policy.decision import Candidate, Decision, Query, Source
 from app.policy.eligible import Eligible, eligible_of
 from app.policy.health import avoiding, late, unheard
 from app.policy.kv_lease import counts_leases
@@ -68,10 +68,6 @@ class Plan:
     route: TransferRoute = field(init=False)
     reservation: Reservation = field(init=False)
     decision: Decision = field(init=False)
-
-    @property
-    def request(self) -> RouteRequest:
-        return self.query.request
 
     @property
     def position(self) -> int:
@@ -174,7 +170,8 @@ class WorkerSelector:
     def _routes(self, plan: Plan) -> list[TransferRoute]:
         """Returns the cheapest route, and where an explanation shows them, one of each kind. Raises
         NoWorkers if there is none."""
-        request, policy, size, candidates = plan.request, plan.policy, plan.size, plan.candidates
+        request, policy = plan.query.request, plan.policy
+        size, candidates = plan.size, plan.candidates
         at, costs, roles = plan.choice.index, plan.choice.costs, plan.view.roles
         local = TransferRoute(TransferKind.LOCAL, at, at, float(costs.cost[at]))
         if roles is None or ((plan.degraded or request.local_only) and not roles.together):
@@ -287,7 +284,7 @@ def _trust(plan: Plan, bound: int, *workers: Trust | None) -> Trust:
     """bound: blocks that were not published. workers: None: all of it is published."""
     if plan.degraded:
         return Trust.DEGRADED
-    if plan.request.is_blind:
+    if plan.query.request.is_blind:
         return Trust.BLIND
     own = Trust.BOUND if bound else Trust.EXACT
     return lowest(plan.query.trust, own, *(trust for trust in workers if trust is not None))

@@ -138,7 +138,7 @@ def record_of(
 ) -> DecisionRecord:
     """Returns the record to keep of a decision. As many as `details` allows by `now_s` have
     all inputs; more than DETAILED_WORKERS count as several decisions."""
-    decision, request, view = plan.decision, plan.request, plan.view
+    decision, request, view = plan.decision, plan.query.request, plan.view
     seen: ChoiceInputs | None = None
     if request.explain or details.allows(now_s, max(1.0, len(view.infos) / DETAILED_WORKERS)):
         terms = plan.choice.costs.terms

@@ -22,14 +22,14 @@ def lost_by_decision(plan: Plan, asked: int, held_once: int) -> Lost:
 
     asked: leading blocks that were asked before. held_once: those that a worker was seen to hold.
     """
-    decision, full = plan.decision, len(plan.request.chain)
+    decision, full = plan.decision, len(plan.query.request.chain)
     block, tokens = decision.worker.block_size, decision.isl_tokens
     knows = decision.trust.predicts
     held, best, chosen = _reached(plan) if knows else (0, 0, 0)
     seen = min(full, max(asked, held))
     held_once = min(seen, max(held_once, held))
     lost: Lost = {
-        (Step.SEEN, "no tokens" if plan.request.is_blind else "partial block"): max(
+        (Step.SEEN, "no tokens" if plan.query.request.is_blind else "partial block"): max(
             0, tokens - full * block
         ),
         (Step.SEEN, "new"): (full - seen) * block,

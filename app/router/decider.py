@@ -128,7 +128,13 @@ class Decider:
                 batch.append(self._queue.get_nowait())
             self._degraded.decide(batch, error)
             return
-        self._let_in(batch, view)
+        for pending in batch:
+            # A sender's clock may be ahead.
+            pending.began_ms = min(pending.began_ms or view.now_ms, view.now_ms)
+            if pending.request.spending is not None:
+                self._replica.limiter.let_in(pending.request)
+                if pending.request.spending.refused is not None:
+                    pending.fail(pending.request.spending.refused)
         undecided = _wanted(batch)
         if self._waiting is not None:
             self._waiting.note_flows(undecided)
@@ -150,25 +156,13 @@ class Decider:
                 undecided, fresh = self._answer_reserved(plans, replies)
                 if not undecided:
                     return
-                if fresh is None:
-                    view = await self._look_up.workers()
-                else:
-                    view = await self._replica.fleet.view(fresh)
+                view = await (self._replica.fleet.view(fresh) if fresh else self._look_up.workers())
             except (RedisUnavailable, NamespaceMissing) as error:
                 self._lost([pending for pending, _ in plans if not pending.decided], error)
                 return
         for pending in undecided:
             busy = f"no worker could be reserved in {MAX_TRIES} tries"
             self._turn_away(pending, view, AllWorkersBusy(busy, view.shortest_queue_s))
-
-    def _let_in(self, batch: list[Pending], view: View) -> None:
-        for pending in batch:
-            # A sender's clock may be ahead.
-            pending.began_ms = min(pending.began_ms or view.now_ms, view.now_ms)
-            if pending.request.spending is not None:
-                self._replica.limiter.let_in(pending.request)
-                if pending.request.spending.refused is not None:
-                    pending.fail(pending.request.spending.refused)
 
     def _lost(self, some: list[Pending], error: RedisUnavailable | NamespaceMissing) -> None:
         """Decide without Redis, and release what Redis may still reserve."""

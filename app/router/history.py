@@ -135,7 +135,7 @@ class History:
 
     def add(self, plan: Plan, shards: int) -> None:
         """Write down that a request was routed as planned."""
-        request, incarnation = plan.request, plan.reservation.incarnation
+        request, incarnation = plan.query.request, plan.reservation.incarnation
         guessed = plan.view.guessed
         # Of a split, events tell once it has arrived; without them, nothing else tells.
         holder = incarnation if incarnation in guessed else plan.holder

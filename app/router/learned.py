@@ -79,13 +79,13 @@ class LearnedWorkers:
     def routed(self, plan: Plan) -> None:
         """Note that a request goes where it was planned to."""
         incarnation = plan.reservation.incarnation
-        if incarnation in plan.view.guessed and plan.request.chain:
+        if incarnation in plan.view.guessed and plan.query.request.chain:
             last_use, answers = self._of(incarnation)
             decision = plan.decision
             held = decision.overlap.total * decision.worker.block_size
             requests = plan.view.total(plan.position)
             computed = max(0, decision.isl_tokens - held)
-            last_use.note(plan.request.chain, computed, requests, answers.new_tokens or 0.0)
+            last_use.note(plan.query.request.chain, computed, requests, answers.new_tokens or 0.0)
 
     def add(self, decision: Decision, answer: Answer) -> None:
         """Learn from what an engine said of an answer that it gave to its end."""

@@ -164,55 +164,32 @@ class LookUp:
             # Otherwise the namespace was recreated, and the blocks are elsewhere.
             if snapshot.shards == shards:
                 break
-        self._tell_all(queries, view, overlaps, predicted, in_flight)
+        self._replica.telemetry.blind.inc(overlaps.count(None))
+        for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
+            self._tell(query, view, published, predicted.get(place), in_flight.get(place))
         for visits in recalled:
             if isinstance(visits, list):
                 self._history.follow(queries, visits, snapshot.now_ms)
         return view
 
-    def _tell_all(
-        self,
-        queries: Sequence[Query],
-        view: View,
-        overlaps: Sequence[Overlaps | None],
-        predicted: Mapping[int, Any],
-        in_flight: Mapping[int, Any],
-    ) -> None:
-        """Set what each query knows of its prompt.
-
-        predicted, in_flight: replies by a query's place; what is no mapping is an error.
-        """
-        self._replica.telemetry.blind.inc(sum(published is None for published in overlaps))
-        for place, (query, published) in enumerate(zip(queries, overlaps, strict=True)):
-            ahead, fields = predicted.get(place), in_flight.get(place)
-            foreseen = ahead if isinstance(ahead, dict) else {}
-            coming = (
-                self._history.note_computing(query, fields, view.now_ms)
-                if isinstance(fields, dict)
-                else {}
-            )
-            self._tell(query, view, published, foreseen, coming)
-
     def _tell(
-        self,
-        query: Query,
-        view: View,
-        published: Overlaps | None,
-        predicted: dict[Incarnation, int],
-        computing: dict[Incarnation, int],
+        self, query: Query, view: View, published: Overlaps | None, ahead: Any, coming: Any
     ) -> None:
         """Set what the query knows of its prompt.
 
-        published: as `overlap.match` returns. predicted: blocks that workers which publish nothing
-        will hold. computing: blocks that the others compute.
+        published: as `overlap.match` returns. ahead: blocks that workers which publish nothing will
+        hold. coming: fields of what is in flight. Both are Redis's replies; an error is no dict.
         """
         chain, held_by = query.request.chain, self._taught.held
-        predicted = {
-            inc: held_by(inc, chain, blocks, view)
-            for inc, blocks in predicted.items()
-            if inc in view.guessed
-        }
-        computing = {inc: n for inc, n in computing.items() if inc not in view.guessed}
+        predicted: dict[Incarnation, int] = {}
+        computing: dict[Incarnation, int] = {}
+        if isinstance(ahead, dict):
+            for inc, blocks in ahead.items():
+                if inc in view.guessed:
+                    predicted[inc] = held_by(inc, chain, blocks, view)
+        if isinstance(coming, dict):
+            blocks_of = self._history.note_computing(query, coming, view.now_ms)
+            computing = {inc: n for inc, n in blocks_of.items() if inc not in view.guessed}
         query.is_short = published is None or isinstance(published, overlap.LowerBound)
         overlaps = Overlaps() if published is None else published
         query.published = overlaps if predicted or computing else None

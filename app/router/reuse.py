@@ -57,7 +57,7 @@ class Reuse:
 
     def decided(self, plan: Plan) -> None:
         """Find what was lost on the way to a worker."""
-        request, now_s = plan.request, time.monotonic()
+        request, now_s = plan.query.request, time.monotonic()
         chain = request.chain
         if request.asked_blocks is None:
             request.asked_blocks = self._asked.add(chain, now_s)
