@@ -1,7 +1,7 @@
 """Policies compared offline: a trace against simulated workers, in virtual time, without sockets.
 
     python -m loadtest.simulate --policy blocks --policy latency
-    python -m loadtest.simulate --load 1.1 --replicas 16 --sharing none
+    python -m loadtest.simulate --load 1.1 --replicas 16 --sharing late
 
 The policies and the engine are the real ones, and the books of reservations follow the rules of the
 Lua scripts (app/simulation/). Without --load, the knee is found first, and the trace is played

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,10 +37,11 @@ from app.simulation.flights import (
 )
 from app.simulation.profiles import Profile
 from app.simulation.running import Received
-from app.simulation.setting import PolicyVariant, Setting, Sharing
+from app.simulation.setting import SYNC_S, PolicyVariant, Setting, Sharing
 from app.simulation.steps import EngineStep, Finished, SimRequest
 from app.simulation.worker import Quiet, SimWorker, Status
 
+T = TypeVar("T")
 _values = attrgetter(*LOAD_FIELDS)
 
 
@@ -210,7 +213,7 @@ class SimFleet:
                 refused.append(plan.flight)
                 continue
             for share in plan.shares:
-                replica.books[share.worker].reserve(share.booking, now_s)
+                self._tell(replica, share.worker, now_s, Books.reserve, share.booking)
             self._start(plan, now_s)
             if self.on_decided is not None:
                 request = plan.flight.request
@@ -220,6 +223,21 @@ class SimFleet:
         replica.is_deciding = False
         if replica.waiting:
             self._decide(replica, now_s)
+
+    def _tell(
+        self,
+        replica: SimReplica,
+        worker: int,
+        now_s: float,
+        enter: Callable[[Books, T, float], None],
+        what: T,
+    ) -> None:
+        """Enter something in the replica's books, and in the others' when they learn of it."""
+        enter(replica.books[worker], what, now_s)
+        if self.setting.sharing is Sharing.LATE:
+            for other in self.replicas:
+                if other is not replica:
+                    self.at(now_s + SYNC_S, partial(enter, other.books[worker], what))
 
     def _start(self, plan: SimPlan, now_s: float) -> None:
         flight, source = plan.flight, plan.source
@@ -263,7 +281,7 @@ class SimFleet:
         """Send what the target lacks of a prompt that its source has computed."""
         request, supply = flight.request, flight.supply
         assert supply is not None, "computed for nobody"
-        flight.replica.books[supply.source].computed(request.request_id, now_s)
+        self._tell(flight.replica, supply.source, now_s, Books.computed, request.request_id)
         supply.cached_tokens = finished.cached_tokens
         self._send(flight, supply, request.blocks, now_s)
 
@@ -361,15 +379,15 @@ class SimFleet:
     def _first_token(self, flight: Flight, now_s: float) -> None:
         flight.first_token_s = now_s
         request_id = flight.request.request_id
-        flight.replica.books[flight.worker].prefill_complete(request_id, now_s)
+        self._tell(flight.replica, flight.worker, now_s, Books.prefill_complete, request_id)
         if flight.supply is not None:
-            flight.replica.books[flight.supply.source].release(request_id, now_s)
+            self._tell(flight.replica, flight.supply.source, now_s, Books.release, request_id)
 
     def _finish(self, flight: Flight, finished: Finished, now_s: float) -> None:
         request_id = flight.request.request_id
         del self._flights[request_id]
         self.workers[flight.worker].num_requests -= 1
-        flight.replica.books[flight.worker].release(request_id, now_s)
+        self._tell(flight.replica, flight.worker, now_s, Books.release, request_id)
         supply, cached_tokens = flight.supply, finished.cached_tokens
         if supply is not None and supply.kind is TransferKind.SPLIT:
             cached_tokens = supply.cached_tokens

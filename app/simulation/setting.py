@@ -13,13 +13,18 @@ from app.simulation.profiles import USUAL, Link, Profile
 
 
 class Sharing(StrEnum):
-    """Whether replicas know each other's reservations.
+    """Knowledge of replicas about each other's reservations.
 
-    EXACT: every one at once; a reservation is refused if another one came before it.
+    EXACT: every one at once; a reservation is refused if another one came before it. LATE: every
+    one SYNC_S later, as replicas inform each other.
     """
 
     EXACT = "exact"
+    LATE = "late"
     NONE = "none"
+
+
+SYNC_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_replicas_that_do_not_know_of_each_other_send_a_burst_to_one_worker():
         owner, *rest = workers_of(trace, setting)
         return rest.count(owner)
 
-    assert on_owner(Sharing.NONE) == 8
+    assert on_owner(Sharing.NONE) == on_owner(Sharing.LATE) == 8
     assert on_owner(Sharing.EXACT) < 8
 
 
