@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.core.errors import NotEnoughBlocks
@@ -77,48 +78,34 @@ class FreeRuns:
         return taken
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """One slot of a tier. Its contents are identified by the slot's number and generation."""
 
-    __slots__ = (
-        "block",
-        "block_id",
-        "filling",
-        "generation",
-        "idle_since_s",
-        "leaving",
-        "parent",
-        "published",
-        "references",
-        "uses",
-    )
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.generation = 0
-        """Number of times that the slot has been freed."""
-        self.references = 0
-        """Requests and moves that need the slot to stay as it is."""
-        self._empty()
-
-    def _empty(self) -> None:
-        self.block: BlockIdentity | None = None
-        """None while nobody else may find it."""
-        self.parent: BlockIdentity | None = None
-        self.filling: Move | None = None
-        """The move that is still filling the slot; whoever finds the slot waits for that move."""
-        self.leaving = 0
-        """Number of the `choose` call that picked the slot for eviction; 0: it stays."""
-        self.published = False
-        """Whether the block was announced as stored, and not as removed since."""
-        self.idle_since_s = 0.0
-        """Time of the last use of an idle block, here or in the tier above."""
-        self.uses = 0
-        """Requests that have held the block."""
+    block_id: int
+    generation: int = 0
+    """Number of times that the slot has been freed."""
+    references: int = 0
+    """Requests and moves that need the slot to stay as it is."""
+    block: BlockIdentity | None = None
+    """None while nobody else may find it."""
+    parent: BlockIdentity | None = None
+    filling: Move | None = None
+    """The move that is still filling the slot; whoever finds the slot waits for that move."""
+    leaving: int = 0
+    """Number of the `choose` call that picked the slot for eviction; 0: it stays."""
+    published: bool = False
+    """Whether the block was announced as stored, and not as removed since."""
+    idle_since_s: float = 0.0
+    """Time of the last use of an idle block, here or in the tier above."""
+    uses: int = 0
+    """Requests that have held the block."""
 
     def free(self) -> None:
         self.generation += 1
-        self._empty()
+        self.block = self.parent = self.filling = None
+        self.leaving = self.uses = 0
+        self.published, self.idle_since_s = False, 0.0
 
 
 def block_of(slot: Slot) -> BlockIdentity:
