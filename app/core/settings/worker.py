@@ -166,7 +166,7 @@ class WorkerSettings(MemberSettings):
     prefill_chunk: int | None = setting(
         None,
         "Prompt tokens the torch engine computes at a time; prefix reuse is in multiples of it. "
-        "Unset: 256 on a CPU; on a GPU, what a trial at start-up finds.",
+        "Unset: 256 on a CPU, 1024 on a GPU.",
         POSITIVE,
     )
     max_num_seqs: int = setting(

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from app.core.errors import BlockLost
-from workers.engines.torch.decode_graphs import decoder
 from workers.engines.torch.llama import Llama
 from workers.engines.torch.sampling import sample
 from workers.engines.torch.sequence import Chunk, TokenSequence
@@ -23,7 +22,6 @@ class ForwardPasses:
     def __init__(self, model: Llama, pools: Sequence[MemoryPool]) -> None:
         self._model = model
         self._kv = [pool.kv for pool in pools]
-        self._decode = decoder(model, self._kv)
         self._waited_s = 0.0
         self._gpus = {pool.device for pool in pools if pool.words.is_cuda}
         # Always the same thread, so that torch keeps one pool of threads for it.
@@ -48,7 +46,8 @@ class ForwardPasses:
         tokens = []
         computed, self._waited_s = chunk, 0.0
         if decoding:
-            logits = self._decode(
+            logits = self._model.decode(
+                self._kv,
                 [sequence.tokens[-1] for sequence in decoding],
                 [len(sequence.tokens) - 1 for sequence in decoding],
                 [sequence.block_ids for sequence in decoding],

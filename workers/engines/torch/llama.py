@@ -8,23 +8,24 @@ happens to run alongside. Decoding computes one token for each of many sequences
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from app.core.errors import ConfigError
 from workers.engines.torch.attention import (
     Attend,
     chunk_attention,
     groups_of,
     tokens_attention,
 )
-from workers.engines.torch.llama_config import SIZES, LlamaConfig
-from workers.engines.torch.weights import fill_weights
+from workers.engines.torch.llama_config import SIZES, LlamaConfig, read_json
 from workers.kv.memory import KVShape
 
 __all__ = ["SIZES", "Llama", "LlamaConfig"]
@@ -120,7 +121,7 @@ class Llama:
         Raises ConfigError if it cannot be read, or its tensors are not those of `config`.
         """
         model = cls(config, dtype=dtype, device=device)
-        fill_weights(dict(model._weights()), folder, config)
+        _fill_weights(dict(model._weights()), folder, config)
         return model
 
     def checksum(self) -> int:
@@ -185,31 +186,21 @@ class Llama:
         order = sorted(range(len(tokens)), key=positions.__getitem__)
         in_order = [positions[i] for i in order]
         groups = groups_of(in_order, [block_ids[i] for i in order], block_size)
-        logits = self.decode_padded(
+        tables = [self._index(group) for group in groups]
+        ends = self._index(in_order)
+        attend = tokens_attention(tables, ends, block_size, self.dtype)
+        last = torch.split((ends // block_size)[:, None], [len(table) for table in tables])
+        blocks = torch.cat([table.gather(1, at) for table, at in zip(tables, last, strict=True)])
+        hidden = self._forward(
             kv,
             self._index([tokens[i] for i in order]),
-            self._index(in_order),
-            [self._index(group) for group in groups],
+            ends,
+            blocks[:, 0],
+            ends % block_size,
+            attend,
         )
         rank = sorted(range(len(order)), key=order.__getitem__)
-        return logits[self._index(rank)]
-
-    @torch.inference_mode()
-    def decode_padded(
-        self, kv: Sequence[Tensor], tokens: Tensor, positions: Tensor, tables: Sequence[Tensor]
-    ) -> Tensor:
-        """Computes one token of each of several sequences from tensors on the device; returns
-        float32 logits. Nothing waits for the device.
-
-        tokens, positions: int64, (num_seqs,). tables: (num_seqs, num_blocks) of each group of
-        sequences. Returns (num_seqs, vocab_size).
-        """
-        block_size = kv[0].shape[3]
-        attend = tokens_attention(tables, positions, block_size, self.dtype)
-        last = torch.split((positions // block_size)[:, None], [len(table) for table in tables])
-        blocks = torch.cat([table.gather(1, at) for table, at in zip(tables, last, strict=True)])
-        hidden = self._forward(kv, tokens, positions, blocks[:, 0], positions % block_size, attend)
-        return self._logits(hidden)
+        return self._logits(hidden)[self._index(rank)]
 
     def _forward(
         self,
@@ -301,3 +292,58 @@ def _rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def _fill_weights(weights: Mapping[str, Tensor], folder: Path, config: LlamaConfig) -> None:
+    """Reads a checkpoint's tensors into `weights`, by name, on the device where these are.
+
+    The folder has `model.safetensors`, or shards with an index. Raises ConfigError if they cannot
+    be read, or are not exactly those of `weights`.
+    """
+    missing = dict(weights)
+    device = str(next(iter(weights.values())).device)
+    for path in _weight_files(folder):
+        try:
+            # Read straight to the device, one tensor at a time.
+            with safe_open(path, framework="pt", device=device) as file:
+                for name in file.keys():  # noqa: SIM118, it is not a mapping
+                    if not _is_ignored(name, config):
+                        _fill(missing, name, file.get_tensor(name), path)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if missing:
+        raise ConfigError(f"{folder}: tensors are missing: {_some(missing)}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+        raise ConfigError(f"{index}: has no weight_map of file names")
+    return [folder / name for name in sorted(set(shards.values()))]
+
+
+def _is_ignored(name: str, config: LlamaConfig) -> bool:
+    """Whether a tensor is a copy, in some checkpoints, of what the model has anyway."""
+    tied = config.tie_word_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _fill(missing: dict[str, Tensor], name: str, tensor: Tensor, path: Path) -> None:
+    weight = missing.pop(name, None)
+    if weight is None:
+        raise ConfigError(f"{path}: {name} is not in the model, or appears twice")
+    if tensor.shape != weight.shape:
+        raise ConfigError(
+            f"{path}: {name} is {tuple(tensor.shape)}, but the model has {tuple(weight.shape)}"
+        )
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"{path}: {name} is {tensor.dtype}; quantised weights are not supported")
+    weight.copy_(tensor)
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(list(names)[:4]) + more

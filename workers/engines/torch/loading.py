@@ -13,10 +13,9 @@ import torch
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from workers.engines.base import Engine, HostedEngine
-from workers.engines.torch.chunks import chunk_of, fingerprint_of, identity_of, with_chunk
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama, LlamaConfig
-from workers.engines.torch.tiers import open_tiers
+from workers.engines.torch.tiers import fingerprint_of, identity_of, open_tiers
 from workers.engines.torch.tokenizer import FileTokenizer
 from workers.kv.cache import EventSink
 from workers.kv.transfer.kv_lease import KvPort, open_kv_port
@@ -25,17 +24,15 @@ log = logging.getLogger(__name__)
 
 SPARE = 8
 """Slots of a tier for each one that is kept free, for requests and stores from the tier above."""
+CHUNKS = {"cpu": 256, "cuda": 1024}
+"""Tokens of a chunk by kind of device: a CPU computes longer ones no faster; an H100 reaches 97 %
+of its best rate with 1,024, and 49 % with 256."""
 WEIGHTS_SEED = 0
 """Seed of random weights, by which all workers of a named size compute the same model."""
 
 
 def load(settings: WorkerSettings) -> HostedEngine:
     """Returns an engine that is ready to start. Raises ConfigError for a bad setting."""
-    if chunk_of(settings) % settings.block_size:
-        raise ConfigError(
-            f"prefill_chunk: needs a multiple of block_size {settings.block_size}, "
-            f"got {chunk_of(settings)}"
-        )
     if bool(settings.disk_pool_tokens) != bool(settings.disk_folder):
         raise ConfigError(
             f"disk_folder and disk_pool_tokens must be set together, got {settings.disk_folder!r} "
@@ -44,6 +41,12 @@ def load(settings: WorkerSettings) -> HostedEngine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = _device(settings.device)
+    chunk = settings.prefill_chunk or CHUNKS[device.type]
+    if chunk % settings.block_size:
+        raise ConfigError(
+            f"prefill_chunk: needs a multiple of block_size {settings.block_size}, got {chunk}"
+        )
+    settings = replace(settings, prefill_chunk=chunk)
     dtype = _dtype(settings.dtype, device)
     started = time.perf_counter()
     try:
@@ -59,8 +62,7 @@ def load(settings: WorkerSettings) -> HostedEngine:
         device,
         time.perf_counter() - started,
     )
-    settings = replace(settings, prefill_chunk=with_chunk(settings, model))
-    return _with_tiers(settings, model, tokenizer, identity)
+    return _with_tiers(settings, chunk, model, tokenizer, identity)
 
 
 def _model(
@@ -82,7 +84,11 @@ def _model(
 
 
 def _with_tiers(
-    settings: WorkerSettings, model: Llama, tokenizer: FileTokenizer | None, identity: str
+    settings: WorkerSettings,
+    chunk: int,
+    model: Llama,
+    tokenizer: FileTokenizer | None,
+    identity: str,
 ) -> HostedEngine:
     with ExitStack() as stack:
         tiers = open_tiers(settings, model, identity, stack)
@@ -96,7 +102,7 @@ def _with_tiers(
             tiers.manager,
             tiers.carry_out,
             publisher,
-            chunk_tokens=chunk_of(settings),
+            chunk_tokens=chunk,
             spare={tier: -(-number // SPARE) for tier, number in tiers.num_blocks.items()},
             max_num_seqs=settings.max_num_seqs,
             link=link,

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from app.core.errors import ConfigError
 from app.core.settings.worker import WorkerSettings
 from app.core.types import Tier, WorkerKey
-from workers.engines.torch.chunks import chunk_of, fingerprint_of
 from workers.engines.torch.llama import Llama
 from workers.kv.copies import Copies
 from workers.kv.disk import SlotFile
@@ -41,6 +42,23 @@ class Tiers:
     carry_out: Callable[[Move], int]
 
 
+def identity_of(folder: Path) -> str:
+    """Returns a text that changes whenever files of a checkpoint do."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def fingerprint_of(settings: WorkerSettings, model: Llama, shape: KVShape, identity: str) -> int:
+    """Returns a hash of everything that decides which bits a block of KV has."""
+    is_cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if is_cuda else str(model.device)
+    computed = (
+        *(version("kvroute"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
+        *(device, torch.get_num_threads(), settings.prefill_chunk),
+    )
+    return xxh3_64_intdigest(repr((identity, model.config, computed)).encode(), shape.fingerprint)
+
+
 def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: ExitStack) -> Tiers:
     """Opens tiers for as long as `stack` is open. identity: of the model. Raises ConfigError."""
     shape = model.kv_shape(settings.block_size)
@@ -58,7 +76,7 @@ def open_tiers(settings: WorkerSettings, model: Llama, identity: str, stack: Exi
         num_blocks,
         write=WritePolicy(settings.write_policy),
         admission=AdmissionPolicy(min_uses=settings.store_min_uses),
-        reuse_multiple=chunk_of(settings) // settings.block_size,
+        reuse_multiple=(settings.prefill_chunk or settings.block_size) // settings.block_size,
         now=time.monotonic,
     )
     if disks:

@@ -64,9 +64,6 @@ class Spy:
     def decode(self, *args):
         return self.model.decode(*args)
 
-    def decode_padded(self, *args):
-        return self.model.decode_padded(*args)
-
 
 class SlowSpy(Spy):
     """Ends a prefill once `may_end` is set."""

@@ -18,10 +18,9 @@ from tests.workers.engines.torch.checkpoints import reference
 from tests.workers.kv.cache_model import FakePublisher
 from tests.workers.kv.words import named
 from workers.engines.base import CompletionRequest
-from workers.engines.torch.chunks import fingerprint_of, identity_of
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
-from workers.engines.torch.tiers import rank_device
+from workers.engines.torch.tiers import fingerprint_of, identity_of, rank_device
 from workers.kv.disk_records import _RECORD, PAGE_BYTES
 from workers.kv.identity import hash_of, identities_of
 from workers.kv.memory import KVShape
@@ -150,7 +149,7 @@ def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch):
     shape = model.kv_shape(16)
     before = fingerprint_of(SETTINGS, model, shape, "tiny")
     assert fingerprint_of(SETTINGS, model, shape, "tiny") == before
-    monkeypatch.setattr("workers.engines.torch.chunks.version", lambda _: "9.9")
+    monkeypatch.setattr("workers.engines.torch.tiers.version", lambda _: "9.9")
     assert fingerprint_of(SETTINGS, model, shape, "tiny") != before
 
 
