@@ -154,7 +154,7 @@ class Engine:
             self.admit()
         if not self.running and self.rng.random() < 0.02:
             self.manager.reset_prefix_cache()
-        events = [msgspec.to_builtins(event) for event in self.manager.take_events()]
+        events = [msgspec.to_builtins(event) for event in self.manager.events.take()]
         for event in events:
             event["block_hashes"] = [h & (1 << 64) - 1 for h in event.get("block_hashes", [])]
         say({"events": events})

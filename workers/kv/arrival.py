@@ -60,8 +60,8 @@ class Arrival:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the rest is there, at the pace so far; infinite while that is unknown, and
-        if blocks were lost."""
+        """Seconds until the rest is there, at the pace so far; infinite if unknown or blocks were
+        lost."""
         if not self.share or self.num_good < self.num_blocks:
             return float("inf")
         return (1 / self.share - 1) * (time.monotonic() - self._began_s)

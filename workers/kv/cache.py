@@ -42,8 +42,7 @@ class EventSink(Protocol):
     def notify(self, events: Iterable[CacheEvent]) -> None: ...
 
     async def published(self) -> bool:
-        """Waits until Redis shows no block of which `notify` said that it is gone; False: it may
-        yet."""
+        """Waits until Redis shows no block that `notify` said is gone; False: it may yet."""
 
 
 class BlockCache:
@@ -204,9 +203,9 @@ class BlockCache:
             return count
         with suppress(TimeoutError):
             async with asyncio.timeout(STORE_WAIT_S):
-                while not self.manager.room_below(tier):
+                while not self.manager.moves.room_below(tier):
                     await self._changed.wait()
-        return min(count, self.manager.room_below(tier) or count)
+        return min(count, self.manager.moves.room_below(tier) or count)
 
     async def _free(self, tier: Tier, count: int) -> None:
         eviction = self.manager.evict(tier, count)
@@ -259,10 +258,10 @@ class BlockCache:
         """Starts planned moves, publishes what has changed, and wakes those who wait for room."""
         assert self._tasks is not None, "the cache does not run"
         notice = partial(_from_thread, asyncio.get_running_loop(), self._on_arrival)
-        for move in self.manager.take_moves():
+        for move in self.manager.moves.take_planned():
             move.arrival.on_change = notice
             self._copies[move] = self._tasks.create_task(self._copy(move))
-        events = self.manager.take_events()
+        events = self.manager.events.take()
         if events:
             self._publisher.notify(events)
         self._notice()

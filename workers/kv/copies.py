@@ -83,11 +83,8 @@ class Copies:
         if done < len(move.targets):
             # Whoever gets the slots multiplies even what it masks: a NaN would survive.
             lost = [slot.block_id for slot in move.targets[done:]]
-            self._loading.submit(partial(self._clear, lost)).synchronize()
+            self._loading.submit(partial(self._device.words.__setitem__, lost, 0)).synchronize()
         return done
-
-    def _clear(self, slots: Sequence[int]) -> None:
-        self._device.words[slots] = 0
 
     def _from_host(self, sources: list[int], targets: list[int]) -> Iterator[tuple[CopyEvent, int]]:
         """Yields, for each group of layers, the event of its copy and how many blocks are good."""

@@ -110,8 +110,7 @@ class DiskIndex:
         return records
 
     def put(self, slots: Ids, blocks: Sequence[DiskBlock], checksums: Sequence[int]) -> None:
-        """Records that `slots`, in order, hold these blocks. Raises OSError; then some are
-        unchanged."""
+        """Records that `slots`, in order, hold these blocks. Raises OSError: some are unchanged."""
         self._put(slots, _packed(slots, blocks, checksums))
 
     def void(self, slots: Ids) -> None:
@@ -185,8 +184,7 @@ def read_at(file: int, into: memoryview, offset: int) -> int:
 
 
 def _cut(slots: Ids, apart: NDArray[np.bool_]) -> list[slice]:
-    """Returns ranges of positions in `slots`, cut wherever `apart` is true of a slot and the next
-    one."""
+    """Returns ranges of positions in `slots`, cut behind each slot where `apart` is true."""
     return between(np.flatnonzero(np.r_[True, apart][: len(slots)]), len(slots))
 
 

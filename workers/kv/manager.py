@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from app.core.cache_stats import IdleBeforeEvict
 from app.core.errors import NotEnoughBlocks
-from app.core.events import CacheEvent
 from app.core.types import Tier
 from workers.kv.identity import BlockIdentity
 from workers.kv.moves import AdmissionPolicy, EventLog, Moves, WritePolicy
@@ -71,8 +70,8 @@ class BlockManager:
         self._reuse_multiple = reuse_multiple
         self._now = now
         self._tables: set[BlockTable] = set()
-        self._events = EventLog()
-        self._moves = Moves(self.tiers, self._events, max_storing)
+        self.events = EventLog()
+        self.moves = Moves(self.tiers, self.events, max_storing)
         self._uses_before: OrderedDict[BlockIdentity, int] = OrderedDict()
         """Uses of the last blocks that went, at most as many blocks as the device has slots."""
         self._idle = IdleBeforeEvict(now)
@@ -85,8 +84,7 @@ class BlockManager:
     # Requests
 
     def match(self, chain: Sequence[BlockIdentity]) -> list[Tier]:
-        """Returns the fastest tier of each leading block of `chain` that is there and worth
-        loading."""
+        """Returns the fastest tier of each leading block that is there and worth loading."""
         return [tier for tier, _ in self._find(chain)]
 
     def prepare(self, prefix: Sequence[BlockIdentity], num_blocks: int) -> BlockTable:
@@ -122,7 +120,7 @@ class BlockManager:
                 self._device.hold(targets[-1])
             slots.append(slot if tier is Tier.DEVICE else targets[-1])
         for tier, (sources, targets) in sorted(above.items()):
-            self._moves.load(tier, sources, targets)
+            self.moves.load(tier, sources, targets)
         loads = dict.fromkeys(slot.filling for slot in slots if slot.filling is not None)
         table = BlockTable(
             slots=slots + fresh[::-1],
@@ -152,7 +150,7 @@ class BlockManager:
                 table.slots[at] = there
                 self._device.release(slot)
             table.chain.append(block)
-        self._events.publish(Tier.DEVICE, fresh)
+        self.events.publish(Tier.DEVICE, fresh)
         if self._write is WritePolicy.THROUGH:
             self._plan_store(Tier.DEVICE, fresh)
 
@@ -227,7 +225,7 @@ class BlockManager:
         for source, slots in sorted(wanted.items()):
             for slot in slots:
                 self._hold(source, slot)
-            self._moves.load(source, slots, self._device.take(len(slots)))
+            self.moves.load(source, slots, self._device.take(len(slots)))
         return sum(map(len, wanted.values()))
 
     # Room
@@ -248,7 +246,7 @@ class BlockManager:
 
     def withdraw(self, eviction: Eviction) -> None:
         """Announces that these blocks leave their tier, except those that were called back."""
-        self._events.withdraw(eviction.tier, eviction.leaving)
+        self.events.withdraw(eviction.tier, eviction.leaving)
 
     def reclaim(self, eviction: Eviction) -> int:
         """Frees the slots, once it is known that their blocks leave; returns how many."""
@@ -264,14 +262,6 @@ class BlockManager:
         self.counts.evicted += len(leaving)
         return len(leaving)
 
-    def room_below(self, tier: Tier) -> int:
-        return self._moves.room_below(tier)
-
-    # Copies
-
-    def take_moves(self) -> list[Move]:
-        return self._moves.take_planned()
-
     def finish(self, move: Move, num_done: int) -> None:
         """Takes in that `move` has ended, with its first `num_done` blocks where they should be.
 
@@ -280,14 +270,12 @@ class BlockManager:
         self.counts.failed += len(move.blocks) - num_done
         if move.is_load:
             self.counts.loaded += num_done
-            self._moves.end_load(move, num_done)
+            self.moves.end_load(move, num_done)
             return
         self.counts.stored += num_done
-        stored = self._moves.end_store(move, num_done)
+        stored = self.moves.end_store(move, num_done)
         if self._write is WritePolicy.THROUGH:
             self._plan_store(move.target, stored)
-
-    # All of it
 
     def adopt(
         self, tier: Tier, blocks: Iterable[tuple[int, int, BlockIdentity, BlockIdentity | None]]
@@ -298,18 +286,15 @@ class BlockManager:
         """
         slots = self.tiers[tier]
         slots.adopt(blocks)
-        self._events.publish(tier, slots.registered())
-
-    def take_events(self) -> list[CacheEvent]:
-        return self._events.take()
+        self.events.publish(tier, slots.registered())
 
     def check(self) -> None:
         """Raises AssertionError if the bookkeeping contradicts itself."""
-        self._moves.check()
+        self.moves.check()
         references: Counter[Slot] = Counter()
         for table in self._tables:
             references.update(table.slots)
-        for move in self._moves.under_way:
+        for move in self.moves.under_way:
             references.update(move.sources)
             references.update(move.targets)
         for tier, slots in self.tiers.items():
@@ -318,7 +303,7 @@ class BlockManager:
                 name = f"{tier.name} slot {slot.block_id}"
                 assert slot.references == references[slot], f"{name}: references do not add up"
                 filling = slot.filling
-                under_way = filling is None or filling in self._moves.under_way
+                under_way = filling is None or filling in self.moves.under_way
                 assert under_way, f"{name} is filled by nobody"
                 is_findable = slot.block is not None and filling is None
                 assert slot.published <= is_findable, f"{name} is published"
@@ -353,21 +338,20 @@ class BlockManager:
         if slot.leaving:
             slots.call_back(slot)
             if not slot.published:
-                self._events.publish(tier, [slot])
+                self.events.publish(tier, [slot])
 
     def _plan_store(self, source: Tier, candidates: Iterable[Slot]) -> Move | None:
-        target = self._moves.below[source]
+        target = self.moves.below[source]
         if target is None:
             return None
         wanted = [slot for slot in candidates if self._is_worth_storing(slot, target)]
-        sources = wanted[: self._moves.room_below(source)]
+        sources = wanted[: self.moves.room_below(source)]
         self.counts.stores_dropped += len(wanted) - len(sources)
-        return self._moves.store(source, target, sources) if sources else None
+        return self.moves.store(source, target, sources) if sources else None
 
     def _touch_below(self, tier: Tier, slot: Slot) -> None:
-        """Makes the block the most recently used below as well: nobody could use it there until
-        now."""
-        lower = self._moves.below[tier]
+        """Makes the block the most recently used below, where nobody could use it until now."""
+        lower = self.moves.below[tier]
         below = None if lower is None else self.tiers[lower].find(block_of(slot))
         if lower is not None and below is not None:
             self.tiers[lower].touch(below)
@@ -378,7 +362,7 @@ class BlockManager:
         return (
             self.admission.stores(slot.uses, target)
             and self.tiers[target].find(block) is None
-            and not self._moves.is_storing(block, target)
+            and not self.moves.is_storing(block, target)
         )
 
     def _remember(self, slot: Slot) -> None:

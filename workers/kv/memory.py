@@ -64,8 +64,7 @@ class KVShape:
         return replace(self, tp_size=1, tp_rank=0)
 
     def split(self, tp_size: int) -> list[KVShape]:
-        """Returns the parts of so many ranks. Raises ConfigError unless they share the heads
-        evenly."""
+        """Returns the parts of so many ranks. Raises ConfigError: they cannot share the heads."""
         return [replace(self, tp_size=tp_size, tp_rank=rank) for rank in range(tp_size)]
 
     @property
@@ -166,8 +165,7 @@ def host_pool(shape: KVShape, num_blocks: int) -> MemoryPool:
 
 
 def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
-    """Returns the ids as an array. Raises ValueError unless they are distinct blocks of such a
-    pool."""
+    """Returns an array. Raises ValueError unless these are distinct blocks of such a pool."""
     ids = np.fromiter(block_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= num_blocks)]
     if len(wrong):
@@ -182,8 +180,7 @@ def checked_ids(block_ids: Iterable[int], num_blocks: int) -> Ids:
 def checked_map(
     source_ids: Sequence[int], num_sources: int, target_ids: Sequence[int], num_targets: int
 ) -> tuple[Ids, Ids]:
-    """Returns both sides as arrays. Raises ValueError unless they pair distinct blocks of the
-    pools."""
+    """Returns arrays. Raises ValueError unless these pair distinct blocks of the pools."""
     if len(source_ids) != len(target_ids):
         raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} slots")
     return checked_ids(source_ids, num_sources), checked_ids(target_ids, num_targets)

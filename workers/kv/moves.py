@@ -114,8 +114,7 @@ class Moves:
         return block in self._storing[target]
 
     def load(self, source: Tier, sources: list[Slot], targets: list[Slot]) -> None:
-        """Plans a load onto the device, whose slots are already held; others can find the targets
-        now."""
+        """Plans a load onto the device, whose slots are held; others can find the targets."""
         blocks = [block_of(slot) for slot in sources]
         move = Move(source, Tier.DEVICE, sources, targets, blocks)
         for slot, above in zip(sources, targets, strict=True):

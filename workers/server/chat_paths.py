@@ -13,8 +13,8 @@ from app.core.types import new_id
 from app.http.client import Exchange
 from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
-from app.tokens import Overloaded, Renderer, TooManyTokens, Unrenderable, load
-from workers.engines.base import QueueFullError, Tokenizer
+from app.tokens import Renderer, TooManyTokens, Unrenderable, load
+from workers.engines.base import Tokenizer
 from workers.server.answer import (
     NATURAL_TOKENS,
     AnswerChoices,
@@ -149,7 +149,7 @@ class _Chats:
         return fields
 
     async def _rendered(self, fields: Mapping[str, Any]) -> bytes:
-        """Returns a chat's prompt, little-endian u32. Raises InvalidRequest, QueueFullError."""
+        """Returns a chat's prompt, little-endian u32. Raises InvalidRequest, Overloaded."""
         if self._renderer is None:
             raise InvalidRequest("messages", "are text, but this worker has no tokenizer")
         chat = {name: value for name, value in fields.items() if name not in GENERATION}
@@ -160,8 +160,6 @@ class _Chats:
             raise InvalidRequest("messages", error.cause) from None
         except TooManyTokens as error:
             raise InvalidRequest("messages", f"are {error}; {most} are allowed") from None
-        except Overloaded as error:
-            raise QueueFullError(str(error)) from None
 
 
 def _given_ids(fields: Mapping[str, Any]) -> bytes | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
 import numpy as np
 import orjson
@@ -78,7 +77,7 @@ ERRORS = ErrorTable(
         **OF_ALL_SERVERS,
         Unauthorized: Meaning(401, "unauthorized", "authentication_error"),
         PromptTooLargeError: OF_ALL_SERVERS[PromptTooLarge],
-        QueueFullError: Meaning(429, "queue_full", OVERLOADED),
+        **dict.fromkeys((QueueFullError, Overloaded), Meaning(429, "queue_full", OVERLOADED)),
         EngineStoppedError: Meaning(503, STOPPING, OVERLOADED),
     },
     "worker",
@@ -250,8 +249,7 @@ def _prompt_bytes(prompt: object) -> bytes:
 
 
 def _query_fields(query: Mapping[str, str]) -> dict[str, object]:
-    """Returns query fields as JSON would have them; what cannot be converted is left for the
-    checks."""
+    """Returns query fields as JSON would have them, if they can be converted."""
     fields: dict[str, object] = dict(query)
     for name in query.keys() - {"request_id"}:
         with suppress(orjson.JSONDecodeError):
@@ -263,25 +261,15 @@ MAX_BYTES = 1 << 20
 """Bytes of a text, which takes two hundred times its size in memory, and two seconds that nobody
 can cut short."""
 _THREADS = TokenizerThreads()
-T = TypeVar("T")
 
 
 async def encoded(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """Returns the ids of a prompt. Raises InvalidRequest, QueueFullError."""
+    """Returns the ids of a prompt. Raises InvalidRequest, Overloaded."""
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         raise InvalidRequest("prompt", f"has over {MAX_BYTES} bytes: send token ids")
-    return await _apart(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
-
-
-async def _apart(size: int, call: Callable[[], T]) -> T:
-    """Returns what `call()` returns, from a thread. size: characters that it reads. Raises
-    QueueFullError."""
-    try:
-        return await _THREADS.run(size, call)
-    except Overloaded as error:
-        raise QueueFullError(str(error)) from None
+    return await _THREADS.run(len(text), lambda: np.array(tokenizer.encode(text), "<u4"))
 
 
 async def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Returns the text of token ids. Raises QueueFullError."""
-    return await _apart(len(ids), lambda: tokenizer.decode(ids))
+    """Returns the text of token ids. Raises Overloaded."""
+    return await _THREADS.run(len(ids), lambda: tokenizer.decode(ids))

@@ -58,7 +58,7 @@ class Tiers:
     def copy(self):
         """Carry out the planned moves; returns how many blocks of each were copied."""
         done = []
-        for move in self.manager.take_moves():
+        for move in self.manager.moves.take_planned():
             done.append(self.transfers.carry_out(move))
             self.manager.finish(move, done[-1])
             self.manager.check()
@@ -265,7 +265,7 @@ def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tiers, monkeypatch):
     tiers.evict(DEVICE)
     store = tiers.manager.evict(HOST, 3).store
     assert store is not None
-    tiers.manager.take_moves()
+    tiers.manager.moves.take_planned()
     asked, may_go_on = threading.Event(), threading.Event()
     write = SlotFile.write
 
@@ -301,7 +301,7 @@ def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(tiers, monk
 
     monkeypatch.setattr(DiskPieces, "read", slow_read)
     table = tiers.manager.prepare(BLOCKS, 8)
-    (load,) = tiers.manager.take_moves()
+    (load,) = tiers.manager.moves.take_planned()
     done = []
     thread = threading.Thread(target=lambda: done.append(tiers.transfers.carry_out(load)))
     thread.start()
@@ -324,7 +324,7 @@ def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tier
     tiers.evict(DEVICE)
     tiers.evict(HOST)
     table = tiers.manager.prepare(BLOCKS, 6)
-    (load,) = tiers.manager.take_moves()
+    (load,) = tiers.manager.moves.take_planned()
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
     victim = load.sources[2]
     other, data = DiskBlock(victim.generation + 1, named(7), None), bytes(WIDE.block_bytes)
@@ -343,7 +343,7 @@ def test_blocks_found_bad_before_a_transfer_ends_do_not_count_as_copied(
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.prepare(BLOCKS, 6)
-    (load,) = tiers.manager.take_moves()
+    (load,) = tiers.manager.moves.take_planned()
     begin = PoolCopier.begin
 
     def copy_then_lose(*args):
@@ -363,7 +363,7 @@ def test_blocks_found_bad_are_not_stored_for_the_next_process(tiers):
     tiers.compute(BLOCKS)
     tiers.evict(DEVICE)
     tiers.manager.evict(HOST, 6)
-    (store,) = tiers.manager.take_moves()
+    (store,) = tiers.manager.moves.take_planned()
     tiers.lose(store)
     assert tiers.transfers.carry_out(store) == 0
     assert not list(tiers.disk.records())

@@ -70,7 +70,7 @@ def test_blocks_still_move_in_runs_after_long_use():
 
     def finish_all():
         nonlocal num_blocks, num_runs
-        for move in manager.take_moves():
+        for move in manager.moves.take_planned():
             pairs = sorted(
                 (a.block_id, b.block_id) for a, b in zip(move.sources, move.targets, strict=True)
             )

@@ -73,7 +73,7 @@ def test_a_block_that_two_requests_computed_is_kept_once():
     assert second.block_ids[2] != first.block_ids[2]
     assert free(manager) == 8 - 2 - 1 - 1
     manager.check()
-    assert manager.take_events() == [Stored(hashes("AB"), None)]
+    assert manager.events.take() == [Stored(hashes("AB"), None)]
 
 
 def test_slots_that_were_never_filled_are_reused_first():
@@ -90,13 +90,13 @@ def test_the_tier_below_evicts_in_the_same_order():
     manager = manager_of(device=8, host=8)
     cached(manager, "ABC")
     cached(manager, "XY")
-    manager.take_events()
+    manager.events.take()
     from_device = manager.evict(DEVICE, 5)
     assert [s.block for s in from_device.leaving] == [
         block(w) for w in ("ABC", "AB", "A", "XY", "X")
     ]
     finish_all(manager)
-    assert manager.take_events() == [
+    assert manager.events.take() == [
         Stored(hashes("XY"), None, HOST),
         Stored(hashes("ABC"), None, HOST),
     ]
@@ -171,14 +171,14 @@ def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier():
 def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back():
     manager = manager_of(4)
     cached(manager, "ABC")
-    manager.take_events()
+    manager.events.take()
     eviction = manager.evict(DEVICE, 3)
     assert manager.match(chain("ABC")) == [DEVICE] * 3
-    assert manager.take_events() == []
+    assert manager.events.take() == []
     manager.withdraw(eviction)
-    assert manager.take_events() == [Removed(hashes("ABC")[::-1])]
+    assert manager.events.take() == [Removed(hashes("ABC")[::-1])]
     table = manager.prepare(chain("AB"), 2)
-    assert manager.take_events() == [
+    assert manager.events.take() == [
         Stored(hashes("A"), None),
         Stored(hashes("AB")[1:], hashes("A")[0]),
     ]
@@ -195,10 +195,10 @@ def test_a_block_called_back_and_chosen_again_is_not_reclaimed_by_the_first_evic
     first = manager.evict(DEVICE, 1)
     manager.withdraw(first)
     cached(manager, "A")
-    manager.take_events()
+    manager.events.take()
     manager.evict(DEVICE, 1)
     cached(manager, "A")
-    assert manager.take_events() == [], "the eviction was never withdrawn"
+    assert manager.events.take() == [], "the eviction was never withdrawn"
     second = manager.evict(DEVICE, 1)
     assert manager.reclaim(first) == 0
     assert manager.match(chain("A")) == [DEVICE]
@@ -240,7 +240,7 @@ def test_adopted_blocks_are_found_and_announced():
     manager.adopt(DISK, [(2, 5, block("A"), None), (0, 7, block("AB"), block("A"))])
     manager.check()
     assert manager.match(chain("AB")) == [DISK] * 2
-    assert manager.take_events() == [Stored(hashes("AB"), None, DISK)]
+    assert manager.events.take() == [Stored(hashes("AB"), None, DISK)]
     assert free(manager, DISK) == 2
     table = manager.prepare(chain("AB"), 2)
     assert [slot.block_id for slot in table.loads[0].sources] == [2, 0]
@@ -276,7 +276,7 @@ def test_nothing_leaks_after_a_thousand_cancelled_requests():
     evict(manager, DEVICE, 8)
     for n in range(1_000):
         table = manager.prepare(chain("ABCDEFGH"[: n % 9]), 10)
-        moves = manager.take_moves()
+        moves = manager.moves.take_planned()
         if n % 3 == 0:
             manager.release(table)
             for move in moves:
@@ -303,14 +303,14 @@ def workload(num_blocks):
         manager.release(table)
         for tier in (DEVICE, HOST):
             eviction = manager.evict(tier, num_blocks)
-            for move in manager.take_moves():
+            for move in manager.moves.take_planned():
                 manager.finish(move, num_blocks)
             manager.withdraw(eviction)
             manager.reclaim(eviction)
         manager.prefetch(blocks[: num_blocks // 2])
         finish_all(manager)
         table = manager.prepare(blocks, num_blocks)
-        for move in manager.take_moves():
+        for move in manager.moves.take_planned():
             manager.finish(move, len(move.blocks) // 2)
         manager.fall_back(table)
         manager.release(table)

@@ -193,14 +193,14 @@ class Run:
 
     def compare(self):
         self.manager.check()
-        real_moves = self.manager.take_moves()
+        real_moves = self.manager.moves.take_planned()
         known = [copy for _, copy in self.moves]
         fresh = [copy for copy in self.model.copies if copy not in known]
         assert [(m.source, m.target, m.blocks) for m in real_moves] == [
             (c.source, c.target, c.blocks) for c in fresh
         ]
         self.moves += zip(real_moves, fresh, strict=True)
-        for event in self.manager.take_events():
+        for event in self.manager.events.take():
             self.published.take(event)
         for tier, slots in self.manager.tiers.items():
             cells = self.model.cells[tier]

@@ -27,10 +27,10 @@ from workers.kv.moves import AdmissionPolicy, WritePolicy
 def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there():
     manager = manager_of(4, host=4)
     cached(manager, "ABCD")
-    manager.take_events()
+    manager.events.take()
     evict(manager, DEVICE, 3)
     assert manager.match(chain("ABCD")) == [DEVICE, HOST, HOST, HOST]
-    stored, *rest = manager.take_events()
+    stored, *rest = manager.events.take()
     assert rest[-1] == Removed(hashes("ABCD")[:0:-1])
     assert isinstance(stored, Stored)
     assert stored.tier is HOST
@@ -38,7 +38,7 @@ def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there():
     table = manager.prepare(chain("ABCD"), 4)
     assert table.num_matched == 4
     assert not table.is_ready
-    (load,) = manager.take_moves()
+    (load,) = manager.moves.take_planned()
     assert load.is_load
     assert load.blocks == chain("ABCD")[1:]
     assert [slot.block_id for slot in load.targets] == table.block_ids[1:]
@@ -46,7 +46,7 @@ def test_an_evicted_block_moves_to_the_tier_below_and_is_loaded_from_there():
     manager.check()
     assert table.is_ready
     assert table.num_whole == 4
-    assert manager.take_events() == [Stored(hashes("ABCD")[1:], hashes("A")[0])]
+    assert manager.events.take() == [Stored(hashes("ABCD")[1:], hashes("A")[0])]
     assert manager.counts.loaded == manager.counts.stored == 3
 
 
@@ -71,7 +71,7 @@ def test_requests_that_share_a_loading_prefix_load_it_once():
     first, second = (manager.prepare(chain("ABC"), 4) for _ in range(2))
     assert first.block_ids[:3] == second.block_ids[:3]
     assert first.loads == second.loads
-    (load,) = manager.take_moves()
+    (load,) = manager.moves.take_planned()
     manager.finish(load, 3)
     assert first.is_ready
     assert second.is_ready
@@ -83,7 +83,7 @@ def test_a_load_outlives_the_request_that_wanted_it():
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
     table = manager.prepare(chain("ABC"), 4)
-    (load,) = manager.take_moves()
+    (load,) = manager.moves.take_planned()
     manager.release(table)
     manager.check()
     assert free(manager) == 1
@@ -98,8 +98,8 @@ def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_
     cached(manager, "ABCD")
     evict(manager, DEVICE, 4)
     first, second = (manager.prepare(chain("ABCD"), 5) for _ in range(2))
-    (load,) = manager.take_moves()
-    manager.take_events()
+    (load,) = manager.moves.take_planned()
+    manager.events.take()
     manager.finish(load, 1)
     manager.check()
     for table in (first, second):
@@ -112,7 +112,7 @@ def test_after_a_failed_load_all_requests_sharing_it_compute_from_the_last_good_
     assert first.block_ids[0] == second.block_ids[0]
     assert set(first.block_ids[1:]).isdisjoint(second.block_ids[1:])
     # The block that could not be read is dropped; those after it are still in host memory.
-    assert manager.take_events() == [Stored(hashes("A"), None), Removed(hashes("AB")[1:], HOST)]
+    assert manager.events.take() == [Stored(hashes("A"), None), Removed(hashes("AB")[1:], HOST)]
     assert manager.match(chain("ABCD")) == [DEVICE]
     manager.register(first, chain("ABCD")[1:2])
     assert manager.match(chain("ABCD")) == [DEVICE, DEVICE, HOST, HOST]
@@ -229,12 +229,12 @@ def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host():
     manager = manager_of(8, host=8, disk=8, max_storing=3)
     cached(manager, "ABC")
     evict(manager, DEVICE, 3)
-    assert manager.room_below(HOST) == manager.room_below(DEVICE) == 3
+    assert manager.moves.room_below(HOST) == manager.moves.room_below(DEVICE) == 3
     to_disk = manager.evict(HOST, 3).store
     assert to_disk is not None
-    assert (manager.room_below(HOST), manager.room_below(DISK)) == (0, 0)
+    assert (manager.moves.room_below(HOST), manager.moves.room_below(DISK)) == (0, 0)
     cached(manager, "WXYZ")
-    assert manager.room_below(DEVICE) == 3
+    assert manager.moves.room_below(DEVICE) == 3
     to_host = manager.evict(DEVICE, 3).store
     assert to_host is not None
     assert len(to_host.blocks) == 3
@@ -244,7 +244,7 @@ def test_stores_to_disk_do_not_count_towards_the_limit_of_stores_to_the_host():
 def test_a_block_that_is_being_stored_is_neither_stored_again_nor_evicted():
     manager = manager_of(4, host=4, write=WritePolicy.THROUGH)
     cached(manager, "AB")
-    (store,) = manager.take_moves()
+    (store,) = manager.moves.take_planned()
     eviction = manager.evict(DEVICE, 2)
     assert eviction.store is None
     assert eviction.leaving == []  # the store still reads them
@@ -273,12 +273,12 @@ def test_prefetching_fills_only_free_slots_and_is_shared_like_any_load():
     assert manager.match(chain("ABCDE")) == [HOST] * 3 + [DISK] * 2
     other = manager.prepare([], 4)
     assert manager.prefetch(chain("ABCDE")) == 4
-    from_host, from_disk = manager.take_moves()
+    from_host, from_disk = manager.moves.take_planned()
     assert (from_host.source, from_host.blocks) == (HOST, chain("ABC"))
     assert (from_disk.source, from_disk.blocks) == (DISK, chain("ABCD")[3:])
     manager.release(other)
     table = manager.prepare(chain("ABCDE"), 5)
-    (last,) = manager.take_moves()
+    (last,) = manager.moves.take_planned()
     assert (last.source, last.blocks) == (DISK, [block("ABCDE")])
     assert table.loads == [from_host, from_disk, last]
     for move in table.loads:

@@ -60,7 +60,7 @@ def cached(manager, word):
 def finish_all(manager, num_done=None):
     """Finish all planned moves; in each, `num_done` blocks were copied, or all if None."""
     finished = []
-    while moves := manager.take_moves():
+    while moves := manager.moves.take_planned():
         for move in moves:
             manager.finish(move, len(move.blocks) if num_done is None else num_done)
             manager.check()

@@ -24,7 +24,7 @@ from app.simulation.profiles import Profile
 from app.simulation.speed import sped_up
 from app.simulation.steps import SimRequest
 from tests.eventually import eventually
-from workers.engines.base import EngineStoppedError
+from workers.engines.base import CompletionRequest, EngineStoppedError
 from workers.engines.sim.runner import EngineRunner
 from workers.server.answer import ServedEngine
 from workers.server.paths import WorkerApp
@@ -47,10 +47,14 @@ ABC = list(range(100, 110))  # the ten tokens A to J
 
 
 def request_of(request_id, prompt, max_tokens):
-    return SimRequest.from_tokens(request_id, prompt, max_tokens, block_size=4)
+    return CompletionRequest(request_id, struct.pack(f"<{len(prompt)}I", *prompt), max_tokens)
 
 
-OUTPUT = request_of("r", ABC, 7).output_tokens(0, 7)
+def simulated(prompt, max_tokens):
+    return SimRequest.from_tokens("r", prompt, max_tokens, block_size=4)
+
+
+OUTPUT = simulated(ABC, 7).output_tokens(0, 7)
 
 
 FETCHED = {
@@ -160,7 +164,7 @@ async def test_a_step_takes_its_engine_seconds_over_the_speed_up():
     ended = []
     async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
         runner.on_step = lambda: ended.append(time.now)
-        await outputs_of(runner.generate(request_of("r", ABC, 3)))
+        await outputs_of(runner.complete(request_of("r", ABC, 3)))
 
     # 8 tokens, 2 tokens, 2 decodes
     assert ended == pytest.approx([0.9, 0.9 + 0.3, 0.9 + 0.3 + 0.2, 0.9 + 0.3 + 0.4])
@@ -169,7 +173,7 @@ async def test_a_step_takes_its_engine_seconds_over_the_speed_up():
 async def test_late_wake_ups_do_not_add_up():
     time = FakeTime(late_s=0.01)
     async with running(runner_of(speedup=10, clock=time.clock, sleep=time.sleep)) as runner:
-        await outputs_of(runner.generate(request_of("r", [1], 50)))
+        await outputs_of(runner.complete(request_of("r", [1], 50)))
 
     # One step of 1 + 1 engine seconds for the first token, and 49 for the others.
     assert time.now == pytest.approx(50 * 0.2 + 0.01)
@@ -178,10 +182,10 @@ async def test_late_wake_ups_do_not_add_up():
 async def test_the_runner_does_not_catch_up_on_idle_time():
     time = FakeTime()
     async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
-        await outputs_of(runner.generate(request_of("first", [1], 1)))
+        await outputs_of(runner.complete(request_of("first", [1], 1)))
         await asyncio.sleep(0)
         time.now = 100.0
-        await outputs_of(runner.generate(request_of("second", [2, 3], 1)))
+        await outputs_of(runner.complete(request_of("second", [2, 3], 1)))
 
     assert time.now == 100 + 1 + 2
 
@@ -189,9 +193,9 @@ async def test_the_runner_does_not_catch_up_on_idle_time():
 async def test_a_slow_reader_gets_fewer_and_larger_outputs():
     time = FakeTime()
     async with running(runner_of(clock=time.clock, sleep=time.sleep)) as runner:
-        generation = runner.generate(request_of("r", ABC, 7))
+        generation = runner.complete(request_of("r", ABC, 7))
         await until(lambda: runner.metrics().request_active_slots == 0)
-        await outputs_of(runner.generate(request_of("later", [1], 1)))
+        await outputs_of(runner.complete(request_of("later", [1], 1)))
 
         outputs = await outputs_of(generation)
 
@@ -202,7 +206,7 @@ async def test_a_slow_reader_gets_fewer_and_larger_outputs():
 async def test_events_are_available_once_their_step_ends():
     gate = Gate()
     async with running(runner_of(sleep=gate.sleep)) as runner:
-        runner.generate(request_of("r", ABC, 1))
+        runner.complete(request_of("r", ABC, 1))
         await until(lambda: runner.metrics().request_active_slots == 1)
         assert runner.take_events() == []
 
@@ -211,7 +215,7 @@ async def test_events_are_available_once_their_step_ends():
         gate.open(1)
         await stepped.wait()
 
-        assert runner.take_events() == [Stored(request_of("r", ABC, 1).blocks, None)]
+        assert runner.take_events() == [Stored(simulated(ABC, 1).blocks, None)]
         assert runner.take_events() == []
         gate.open(2)
 
@@ -219,25 +223,25 @@ async def test_events_are_available_once_their_step_ends():
 async def test_tokens_of_a_cancelled_request_never_reach_another_of_the_same_id():
     gate = Gate()
     async with running(runner_of(sleep=gate.sleep)) as runner:
-        old = runner.generate(request_of("r", [1], 1))
+        old = runner.complete(request_of("r", [1], 1))
         await until(lambda: runner.metrics().num_requests_waiting == 0)  # the step has begun
         old.cancel()
-        new = runner.generate(request_of("r", [2], 2))
+        new = runner.complete(request_of("r", [2], 2))
         old.cancel()
 
         gate.open(3)  # the step of the old one, two of the new one
         outputs = await outputs_of(new)
 
     tokens = [token for output in outputs for token in output.token_ids]
-    assert tokens == request_of("r", [2], 2).output_tokens(0, 2)
+    assert tokens == simulated([2], 2).output_tokens(0, 2)
 
 
 async def test_an_id_in_use_is_refused():
     runner = runner_of()
-    runner.generate(request_of("r", ABC, 1))
+    runner.complete(request_of("r", ABC, 1))
 
     with pytest.raises(InvalidRequest, match="'r' is already in use"):
-        runner.generate(request_of("r", ABC, 1))
+        runner.complete(request_of("r", ABC, 1))
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -245,7 +249,7 @@ async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelle
     gate = Gate()
     runner = runner_of(sleep=gate.sleep)
     run = asyncio.ensure_future(runner.run())
-    generation = runner.generate(request_of("r", ABC, 9))
+    generation = runner.complete(request_of("r", ABC, 9))
     await until(lambda: runner.metrics().request_active_slots == 1)
     if is_cancelled:
         run.cancel()
@@ -257,7 +261,7 @@ async def test_stopping_ends_requests_under_way_and_refuses_new_ones(is_cancelle
     with pytest.raises(EngineStoppedError, match="the engine stopped request r after 0 tokens"):
         await outputs_of(generation)
     with pytest.raises(EngineStoppedError, match="stopping"):
-        runner.generate(request_of("new", ABC, 9))
+        runner.complete(request_of("new", ABC, 9))
 
 
 async def test_speed_is_learned_on_the_wall_clock():
@@ -268,7 +272,7 @@ async def test_speed_is_learned_on_the_wall_clock():
         assert runner.speed() == sped_up(DEFAULT_SPEED, speedup)
         async with running(runner):
             for i in range(20):
-                await outputs_of(runner.generate(request_of("r", [i] * 7, 2)))
+                await outputs_of(runner.complete(request_of("r", [i] * 7, 2)))
         learned.append(runner.speed())
 
     slow, fast = learned

@@ -59,8 +59,8 @@ class EngineRunner:
         self._fetching: dict[str, tuple[asyncio.Task[None], BlockSource | None]] = {}
         """Tasks of requests that wait for KV from another worker, and the sources of that KV."""
         self._coming: dict[SequenceHash, asyncio.Event] = {}
-        """Blocks on their way from other workers; the event is set once they have come, or will
-        not."""
+        """Events of blocks on their way from other workers: set once they will not come any more.
+        """
         self._tasks: asyncio.TaskGroup | None = None
         self._events: list[CacheEvent] = []
         self._work = asyncio.Event()
@@ -122,31 +122,16 @@ class EngineRunner:
         self._stopped = True
         self._work.set()
 
-    def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """Submits a request. Sampling options are ignored: the tokens are invented."""
-        sim_request = SimRequest.from_tokens(
-            request.request_id,
-            request.prompt,
-            request.max_tokens,
+    def complete(self, asked: CompletionRequest, *, stream_interval: int = 1) -> Generation:
+        """Submits a request as Engine.complete does; sampling options are ignored."""
+        source = asked.source
+        request = SimRequest.from_tokens(
+            asked.request_id,
+            asked.prompt,
+            asked.max_tokens,
             block_size=self.engine.block_size,
-            salt=request.salt,
+            salt=asked.salt,
         )
-        generation = self.generate(
-            sim_request, stream_interval=stream_interval, source=request.source
-        )
-        if request.keep_s:
-            self._keeps[request.request_id] = sim_request.blocks, request.keep_s
-        return generation
-
-    def generate(
-        self, request: SimRequest, *, stream_interval: int = 1, source: BlockSource | None = None
-    ) -> Generation:
-        """Submits a request at once; its first token comes alone, the others in groups of
-        `stream_interval`. source: keeps KV of its prompt, for which it waits first.
-
-        Raises QueueFullError, PromptTooLargeError, InvalidRequest if the id is in use, and
-        EngineStoppedError after `stop`.
-        """
         if self._stopped:
             raise EngineStoppedError("the worker is stopping")
         num_waiting = self.engine.num_waiting + len(self._fetching)
@@ -160,17 +145,14 @@ class EngineRunner:
             self.engine.validate(request)
             if self._tasks is None:
                 raise EngineStoppedError("the worker is starting")
-            submitting = (
-                self._submit_once_come(request)
-                if source is None
-                else self._submit_fetched(request, source)
-            )
-            fetching = self._tasks.create_task(submitting)
+            fetching = self._tasks.create_task(self._submit_once_come(request, source))
             self._fetching[request.request_id] = fetching, source
         generation = Generation(
             request.request_id, request.output_tokens, stream_interval, self._cancel
         )
         self._generations[request.request_id] = generation
+        if asked.keep_s:
+            self._keeps[request.request_id] = request.blocks, asked.keep_s
         self._work.set()
         return generation
 
@@ -198,10 +180,14 @@ class EngineRunner:
     def kv_connections(self) -> Mapping[str, int]:
         return self._transfer.answered if self._transfer is not None else {}
 
-    async def _submit_fetched(self, request: SimRequest, source: BlockSource) -> None:
+    async def _submit_once_come(self, request: SimRequest, source: BlockSource | None) -> None:
         """Submits a request once what it lacks has come, or is known not to come."""
+        while (comes := self._comes(request)) is not None:
+            await comes.wait()
+        if source is None:
+            self._submit(request, None)
+            return
         assert self._transfer is not None, "it fetches nothing"
-        await self._come(request)
         size, began_s = self.engine.block_size, self._clock()
         start = self.engine.pool.match(request.blocks)
         # The last token is always computed.
@@ -224,15 +210,6 @@ class EngineRunner:
             come.set()
         if not lacking:
             await self._transfer.decline(source)
-
-    async def _submit_once_come(self, request: SimRequest) -> None:
-        await self._come(request)
-        self._submit(request, None)
-
-    async def _come(self, request: SimRequest) -> None:
-        """Returns once nothing of the request's prefix is on its way any more."""
-        while (comes := self._comes(request)) is not None:
-            await comes.wait()
 
     def _submit(self, request: SimRequest, received: Received | None) -> None:
         del self._fetching[request.request_id]

@@ -18,8 +18,7 @@ WORDS = _TEXT.split()
 
 
 class SimTokenizer:
-    """A tokenizer with bytes in and words out: an output is other tokens when it comes back in a
-    prompt."""
+    """A tokenizer with bytes in and words out: an output is other tokens in a prompt."""
 
     def __init__(self) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))

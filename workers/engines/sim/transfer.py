@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -41,19 +41,15 @@ class _Held:
 
 
 class SimTransfer:
-    """Transfers to and from other workers: `run` it while the engine runs. sending: in wall-clock
-    seconds."""
+    """Transfers to and from other workers. sending: in wall-clock seconds."""
 
     def __init__(self, engine: SimEngine, link: KvPort, sending: Sending) -> None:
         self._engine = engine
         self._link = link
+        self.answered = link.answered
         self._sending = sending
         self._kept: LeasedBlocks[_Held] = LeasedBlocks(lambda held: engine.let_go(held.name))
         self._server = TransferServer(self._kept, link, self._send)
-
-    @property
-    def answered(self) -> Mapping[str, int]:
-        return self._link.answered
 
     async def run(self) -> None:
         """Runs until cancelled; then nothing is handed on any more."""
@@ -63,8 +59,7 @@ class SimTransfer:
             self._kept.close()
 
     def keep(self, chain: Sequence[SequenceHash], lease_s: float) -> BlockSource | None:
-        """Keeps what the device holds of `chain` until it is fetched, or the lease ends; None: it
-        holds nothing."""
+        """Keeps what the device holds of `chain` until it is fetched, or the lease ends."""
         name = new_id()
         num_held = self._engine.hold(name, chain)
         if not num_held:

@@ -24,8 +24,7 @@ TIER_RETRIED_S = 60.0
 
 
 class AdaptiveAdmission:
-    """An admission policy that learns from the loads and steps of an engine that computes
-    `chunk_tokens` at a time."""
+    """An admission policy that learns from the loads and steps of an engine."""
 
     def __init__(self, chunk_tokens: int, block_size: int) -> None:
         self._block_size = block_size

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 Ranks = Sequence[Tensor]
-"""Keys, or values, of a layer, by rank: (num_blocks, block_size, num_heads, head_size) each, of the
-whole pool."""
+"""Keys or values of a layer, by rank: (num_blocks, block_size, num_heads, head_size) of the pool.
+"""
 Attend = Callable[[Tensor, Ranks, Ranks], Tensor]
 """(queries, keys, values) of a layer -> (num_tokens, num_heads * head_size).
 
@@ -24,8 +24,7 @@ queries: (num_tokens, num_heads, head_size). Keys and values include the tokens'
 
 
 def chunk_attention(own_blocks: Tensor, start: int, end: int, dtype: torch.dtype) -> Attend:
-    """Returns the attention of the tokens from `start` to `end` of the sequence that has these
-    blocks."""
+    """Returns the attention of the tokens from `start` to `end` of a sequence with these blocks."""
     mask = None
     if start and end - start > 1:  # a single token attends to all before it
         positions = torch.arange(end, device=own_blocks.device)
@@ -98,13 +97,10 @@ def groups_of(
     for _, alike in groupby(range(len(counts)), key=lambda row: (counts[row] - 1).bit_length()):
         rows = list(alike)
         most = counts[rows[-1]]
-        groups.append([padded(block_ids[row][: counts[row]], most) for row in rows])
+        # With a block of its own, as any other might hold values that are not finite.
+        own = [[*block_ids[row][: counts[row]]] for row in rows]
+        groups.append([ids + ids[:1] * (most - len(ids)) for ids in own])
     return groups
-
-
-def padded(block_ids: Sequence[int], num_blocks: int) -> list[int]:
-    """Pads with a block of the sequence itself: another might hold values that are not finite."""
-    return [*block_ids, *[block_ids[0]] * (num_blocks - len(block_ids))]
 
 
 def _masked(hidden: Tensor, dtype: torch.dtype) -> Tensor:

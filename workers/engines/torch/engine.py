@@ -134,8 +134,7 @@ class TorchEngine:
         self._stopping.set()
 
     def complete(self, request: CompletionRequest, *, stream_interval: int = 1) -> Generation:
-        """Submits a request at once. Raises as Engine.complete, and InvalidRequest for unknown
-        tokens."""
+        """Submits a request. Raises as Engine.complete, and InvalidRequest for unknown tokens."""
         if self._stopping.is_set():
             raise EngineStoppedError("the worker is stopping")
         if len(self._waiting) >= self._max_waiting:

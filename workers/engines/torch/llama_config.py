@@ -27,8 +27,7 @@ _SUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaling of RoPE of the `llama3` kind: long wavelengths are stretched by `factor`, short ones
-    not."""
+    """Scaling of RoPE of the `llama3` kind, which stretches long wavelengths by `factor`."""
 
     factor: float
     low_freq_factor: float

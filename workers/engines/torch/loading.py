@@ -68,8 +68,7 @@ def load(settings: WorkerSettings) -> HostedEngine:
 def _model(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[Llama, FileTokenizer | None, str]:
-    """Returns the model of a folder or a size, and what identifies it. RuntimeError: it does not
-    fit."""
+    """Returns a model by folder or size, and what identifies it. Raises RuntimeError: no room."""
     if name in SIZES:
         model = Llama.random(SIZES[name], seed=WEIGHTS_SEED, dtype=dtype, device=device)
         return model, None, name

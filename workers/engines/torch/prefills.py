@@ -71,8 +71,7 @@ class Prefills:
         self._sequences.remove(sequence)
 
     def next_chunk(self) -> Chunk | None:
-        """Returns a chunk of the first prompt that need not wait for what is on its way to it, or
-        None."""
+        """Returns a chunk of the first prompt that need not wait for what is on its way."""
         while True:
             sequence = next(filter(self._may_compute, self._sequences), None)
             if sequence is None:

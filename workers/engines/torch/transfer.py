@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from app.core.errors import NotEnoughBlocks
@@ -41,6 +41,7 @@ class BlockTransfer:
         groups = LayerGroups(pools)
         self._cache = cache
         self._link = link
+        self.answered = link.answered
         self._groups = groups
         self._block_size = pools[0].shape.block_size
         self._on_room = on_room
@@ -54,10 +55,6 @@ class BlockTransfer:
         """Blocks that are held for other workers alone."""
         held = Counter(slot for table in self._kept.tables for slot in table.slots)
         return sum(slot.references == times for slot, times in held.items())
-
-    @property
-    def answered(self) -> Mapping[str, int]:
-        return self._link.answered
 
     async def run(self) -> None:
         """Runs until cancelled; then nothing is handed on any more, and nothing more arrives."""
@@ -78,8 +75,7 @@ class BlockTransfer:
         return self._kept_as(self._cache.manager.keep(table), lease_s)
 
     async def keep_held(self, chain: Sequence[BlockIdentity], lease_s: float) -> BlockSource | None:
-        """Keeps what any tier holds of a prompt, without a place in the queue; None: nothing is
-        held."""
+        """Keeps what any tier holds of a prompt, without a place in the queue."""
         num_held = len(self._cache.manager.match(chain))
         kept = None
         try:

@@ -73,8 +73,7 @@ class WaitingRequests:
                 self._cache.prefetch(sequence.reusable(self._chunk_tokens))
 
     async def admit_forever(self) -> None:
-        """Admits one by one, in order of arrival, so that a large request is not overtaken for
-        ever."""
+        """Admits one by one, in order of arrival, so that large requests are not overtaken."""
         while True:
             self._may_admit.clear()
             if not self._sequences or not self._may_begin():

@@ -1,5 +1,4 @@
-"""The target's side of a transfer: fetches blocks into its own slots, where they are used layer by
-layer."""
+"""The target's side of a transfer: fetches blocks into its own slots, layer by layer."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class _Received(NamedTuple):
 
 
 def _received(sock: socket.socket, packed: Tensor, written: Sequence[CopyEvent]) -> _Received:
-    """Returns a group of blocks, in that memory, once what was written from it before is in the
-    slots."""
+    """Returns a group in that memory, once what was in it before is in the slots."""
     for event in written[-1:]:
         event.synchronize()
     stated = np.empty(len(packed), "<u8")

@@ -88,8 +88,7 @@ class Challenge:
 
 
 def proof_of(key: str, transfer_id: str) -> bytes:
-    """Returns a proof that the key is known, for one id and so for one use: the other side may be
-    no source."""
+    """Returns a proof that the key is known, for one id: the other side may be no source."""
     return hmac.new(key.encode(), transfer_id.encode(), hashlib.sha256).hexdigest().encode()
 
 
@@ -194,8 +193,7 @@ def log_failure(source: BlockSource, error: Exception) -> None:
 
 
 async def send(sock: socket.socket, data: bytes | memoryview) -> None:
-    """Sends all of it. Raises OSError, and TimeoutError if the other side takes nothing for
-    STALL_S."""
+    """Sends all of it. Raises OSError, and TimeoutError if nothing is taken for STALL_S."""
     loop = asyncio.get_running_loop()
     view = memoryview(data).cast("B")
     for at in range(0, len(view), PIECE_BYTES):
