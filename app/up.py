@@ -127,7 +127,7 @@ _option = partial(click.option, cls=Option, heading=CLUSTER, show_default=True, 
     PlannerSettings,
     without=(
         *("redis_url", "namespace", "host", "log_level", "port", "connector", "min_workers"),
-        *("routing_policy", "worker_flags", "local_folder", "exec_command"),
+        *("worker_flags", "local_folder", "exec_command"),
         *("kubernetes_scale", "kubernetes_prefill_scale", "kubernetes_namespace"),
     ),
 )

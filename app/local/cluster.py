@@ -215,7 +215,6 @@ class Cluster:
             namespace=self.keyspace.namespace,
             min_workers=self._num_workers,
             max_workers=max(self._num_workers, self._planner.max_workers),
-            routing_policy=self.router.policy,
             worker_flags=shlex.join(of_workers),
             local_folder=self.planner_folder,
         )

@@ -39,6 +39,8 @@ REPLAY_S = 8.0
 longer, half as many decisions are replayed, but LEAST_REQUESTS at least."""
 LEAST_REQUESTS = 32
 """Decisions whose replay may take a whole interval, which on a busy machine is better than none."""
+DRAIN_DEADLINE_S = 600.0
+"""A worker that is to be removed is stopped then, whatever requests it has left."""
 MARGIN_S = 1.0
 """Seconds of the lease that must be left for an order."""
 
@@ -226,7 +228,6 @@ class Planner:
             self._observer,
             state,
             rules,
-            settings.routing_policy,
             is_over=lambda: time.monotonic() > end_s,
             grows=growth(state, rules),
         )
@@ -276,7 +277,7 @@ class Planner:
         ]
         left = sum(filter(None, await self._runner.run(calls)))
         overdue_s = self._observer.now_s - changing.leaving_since_s
-        if left and not overdue_s >= self._settings.drain_deadline_s:  # it may be no number
+        if left and not overdue_s >= DRAIN_DEADLINE_S:  # it may be no number
             return
         if left:
             log.warning("worker %s is stopped with %d requests left", changing.leaving, left)

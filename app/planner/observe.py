@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from statistics import fmean
@@ -13,6 +14,7 @@ from app.core.keys import Keyspace
 from app.core.loads import Load, Snapshot
 from app.core.outcomes import Ending
 from app.core.roles import Role
+from app.core.settings.router import RouterSettings
 from app.core.types import SequenceHash, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, Speed, WorkerInfo
 from app.planner.rules.policies import Held, unique_values
@@ -80,6 +82,8 @@ class Observer:
         """Whether a request waits at a router, for WAKES_AFTER_S if no worker is live."""
         self.unreplayable = 0
         """Number of recent decisions that no worker could have answered as recorded."""
+        self.policy = RouterSettings().policy
+        """Policy by which most of the recent decisions were made."""
         self._fleet, self._redis, self._runner = fleet, redis, runner
         self._keyspace = keyspace
 
@@ -216,6 +220,8 @@ class Observer:
                 records.append(record)
             else:
                 self.unreplayable += 1
+        if records:
+            self.policy = Counter(record.policy for record in records).most_common(1)[0][0]
         merged = _merged([record.isl_tokens for record in records], block_size)
         recent = [
             self._asked(record, block_size, merged, most_tokens, ended.get(record.request_id))

@@ -30,18 +30,19 @@ def replay_of(
     observer: Observer,
     state: FleetState,
     rules: Rules,
-    policy: str,
+    policy: str = "",
     *,
     is_over: Callable[[], bool] = lambda: False,
     grows: float = 1.0,
 ) -> Replay:
+    """Returns the Replay of one state. policy: of its decisions; "": that of the recorded ones."""
     speed = mean_speed(worker.speed for worker in observer.workers_seen.values())
     setting = Setting(host_pool_tokens=observer.host_pool_tokens)
     if state.has_roles:
         bytes_per_s = USUAL.kv_bytes_per_token / max(speed.transfer_s_per_token, LEAST_S)
         link, protocol = Link(bytes_per_s, speed.transfer_s), observer.kv_transfer
         setting = replace(setting, link=link, kv_transfer=protocol)
-    return Replay(state, rules, policy, setting, speed, is_over, grows)
+    return Replay(state, rules, policy or observer.policy, setting, speed, is_over, grows)
 
 
 def predictor(replay: Replay, state: FleetState) -> Predict:

@@ -445,13 +445,14 @@ async def test_prompts_are_replayed_in_128_blocks_at_most(redis, prompt_tokens, 
     runner = ScriptRunner(redis, timeout_s=5.0)
     asked = record("long", [SequenceHash(n) for n in range(prompt_tokens // BLOCK_SIZE)])
     now_ms = (await redis.time())[0] * 1000
-    asked = msgspec.structs.replace(asked, at_ms=now_ms, worker="a:0", isl_tokens=prompt_tokens)
+    about = {"at_ms": now_ms, "worker": "a:0", "policy": "blocks"}
+    asked = msgspec.structs.replace(asked, isl_tokens=prompt_tokens, **about)
     await FakeWorkers(redis).register("a")
     await runner.one(decisions.record(KEYS, asked, kept=100))
     observer = Observer(Fleet(redis, KEYS, 1.0), redis, runner, KEYS)
     await observer.sample()
     [found], tokens = await observer.recent(Rules())
-    assert tokens == block_tokens
+    assert (tokens, observer.policy) == (block_tokens, "blocks")
     assert len(found.request.blocks) == prompt_tokens // block_tokens
 
 

@@ -14,7 +14,6 @@ from app.core.settings.kinds import (
     CommonSettings,
     Integers,
     OneOf,
-    PolicyName,
     Real,
     setting,
 )
@@ -80,22 +79,11 @@ class PlannerSettings(CommonSettings):
     slo_target: float = setting(
         0.95, "Share of requests that must meet both, 0-1.", Real(0, 1), often=True
     )
-    routing_policy: str = setting(
-        "latency",
-        "Policy of the routers, by which decisions are replayed.",
-        PolicyName(),
-        heading="Replay of decisions",
-    )
     startup_deadline_s: float = setting(
         600.0,
         "Seconds after which a worker that has not registered is given up.",
         SECONDS,
         heading="Deadlines",
-    )
-    drain_deadline_s: float = setting(
-        600.0,
-        "Seconds that a worker to be removed has to finish its requests; then it is stopped.",
-        SECONDS,
     )
     lease_s: float = setting(
         10.0,
