@@ -69,9 +69,9 @@ async def addresses(name: str, port: int) -> set[Place]:
 async def srv_places(new_resolver: Callable[[], Any], name: str) -> set[Place]:
     """Returns one place for each record, as its target may have an address of either family. The
     records' priorities and weights do not count. Raises OSError."""
-    from dns.exception import DNSException
-    from dns.rdatatype import AAAA, A
-
+    with extra("discovery"):
+        from dns.exception import DNSException
+        from dns.rdatatype import AAAA, A
     try:
         resolver = new_resolver()
         resolver.use_edns(0, 0, UDP_BYTES)
