@@ -187,6 +187,7 @@ class Rank:
 
     def _measure(self) -> tuple[ForwardPassMetrics, Speed]:
         info, load = self.info, self.load
+        steps = load.steps if load.kv_leases_ended is not None else None
         published = {
             item.name: item.kind(value)
             for item in PUBLISHED
@@ -203,7 +204,7 @@ class Rank:
             late_s=self.late_s,
             read_s_ago=asyncio.get_running_loop().time() - self.read_s,
             mean_prefill_tokens=self.speed.mean_prefill_tokens,
-            engine_steps=int(load.steps or 0) if load.kv_leases_ended is not None else None,
+            engine_steps=int(steps) if steps is not None else None,
             **published,
         )
         return metrics.beside(*self.reserved), self.speed.speed()
