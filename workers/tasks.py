@@ -26,10 +26,8 @@ async def until_it_works(
     wait_s: float = 0.1,
     wait_max_s: float = 1.0,
 ) -> T:
-    """Returns what the first `attempt` returns that does not raise `on`.
-
-    what: named in the log. wait_s: pause after the first failure; it grows to wait_max_s.
-    """
+    """Returns what the first `attempt` returns that does not raise `on`. what: named in the log.
+    wait_s: pause after the first failure; it grows to wait_max_s."""
     async for retry in stamina.retry_context(
         on=on, attempts=None, timeout=None, wait_initial=wait_s, wait_max=wait_max_s
     ):

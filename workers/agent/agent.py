@@ -155,11 +155,9 @@ class Agent:
 
     async def drain(self, timeout_s: float, is_idle: Callable[[], bool] = lambda: True) -> bool:
         """Has nothing routed here from now on, and waits until no request is left. Returns False if
-        some are left after timeout_s. Call while `run` runs.
-
-        is_idle: whether the engine, which others may use as well, has none either. Where Redis has
-        been away for as long as a lease, the engine alone says it.
-        """
+        some are left after timeout_s. Call while `run` runs. is_idle: whether the engine, which
+        others may use as well, has none either. Where Redis has been away for as long as a lease,
+        the engine alone says it."""
         call = leases.drain(self._keyspace, self.info.key)
         left: int | None = None
         told_s = time.monotonic()
@@ -193,10 +191,8 @@ class Agent:
 
     async def _register(self, previous: Incarnation | None = None) -> leases.Registration:
         """Returns a new incarnation, which may publish in every shard and has published nothing.
-
         previous: this process's last incarnation. Waits while another process has the key and
-        renews its lease, and while the namespace is not one for this worker.
-        """
+        renews its lease, and while the namespace is not one for this worker."""
         call = leases.register(
             self._keyspace,
             self._told(),
@@ -231,10 +227,8 @@ class Agent:
 
     async def _keep_lease(self) -> None:
         """Renews three times per lease and every MAX_RENEWAL_S, for the staged incarnation as well.
-
         If an attempt took longer than the interval, renews at once: with a pause on top, an agent
-        that missed one answer would lose its lease though Redis is back in time.
-        """
+        that missed one answer would lose its lease though Redis is back in time."""
         loop = asyncio.get_running_loop()
         interval_s = min(self._ttl_ms / 3000, MAX_RENEWAL_S)
         due = loop.time()

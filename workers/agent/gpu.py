@@ -121,12 +121,9 @@ class GpuMonitor:
 
 def _find(nvml: Any, wanted: str) -> Any:
     """Returns the device that an entry of CUDA_VISIBLE_DEVICES means. Raises NVMLError: there is
-    none.
-
-    Numbers follow PCI bus order. So do CUDA's if all GPUs are alike, or with
+    none. Numbers follow PCI bus order. So do CUDA's if all GPUs are alike, or with
     CUDA_DEVICE_ORDER=PCI_BUS_ID. A prefix of a GPU's UUID is enough if no other UUID begins with
-    it.
-    """
+    it."""
     if wanted.isdecimal():
         return nvml.nvmlDeviceGetHandleByIndex(int(wanted))
     if wanted.startswith("MIG-"):
@@ -144,10 +141,8 @@ def _find(nvml: Any, wanted: str) -> Any:
 
 def _read(nvml: Any, device: Any) -> GpuReadings:
     """Returns the readings, after 50 ms: each PCIe direction is sampled for 20. Raises NVMLError:
-    nothing can be read.
-
-    For a MIG instance, memory is the instance's own; what only the whole card has is the card's.
-    """
+    nothing can be read. For a MIG instance, memory is the instance's own; what only the whole card
+    has is the card's."""
     errors: list[Exception] = []
 
     def ask(question: Callable[[], Any]) -> Any:

@@ -24,10 +24,8 @@ PIECE_BITS = 4
 
 _Pieces = dict[int, set[SequenceHash]]
 """Pending blocks of a shard, cut so that pieces may be sent one after the other, lowest key first.
-
 Removals and moves to a slower tier have keys below 0, the deepest piece the lowest; stores and
-moves to a faster tier follow, from the root outward.
-"""
+moves to a faster tier follow, from the root outward."""
 
 
 class Ownership:
@@ -168,10 +166,8 @@ class Ownership:
                 self._gone[block] = self._gone[block]._replace(tier=before, back=back)
 
     def forget(self, shards: int = 1) -> None:
-        """Forgets what Redis knows of this worker: the next drain sends everything.
-
-        shards: how many the index has from now on.
-        """
+        """Forgets what Redis knows of this worker: the next drain sends everything. shards: how
+        many the index has from now on."""
         self._gone.clear()
         self._pending = [{} for _ in range(shards)]
         self._before = [{} for _ in range(shards)]
@@ -374,10 +370,8 @@ class Ownership:
 
 def _piece(depth: int, leader: SequenceHash) -> int:
     """Returns the key of the piece of a block that is stored or made faster; of any other it is `~`
-    of that.
-
-    The blocks of a group are in one piece, and none of its ancestors in another one of its depth.
-    """
+    of that. The blocks of a group are in one piece, and none of its ancestors in another one of its
+    depth."""
     return depth // GROUP_BLOCKS << PIECE_BITS | leader >> 64 - PIECE_BITS
 
 

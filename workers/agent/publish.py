@@ -180,10 +180,8 @@ class Publisher:
         self._wake.set()
 
     def stop(self, *, is_retired: bool) -> None:
-        """Lets go of those that wait in `published`, as nothing is published any more.
-
-        is_retired: Redis shows no block. If not, it may show removed ones until the lease lapses.
-        """
+        """Lets go of those that wait in `published`, as nothing is published any more. is_retired:
+        Redis shows no block. If not, it may show removed ones until the lease lapses."""
         if is_retired:
             self._shards = []
         for shard in self._shards:
@@ -279,11 +277,8 @@ class Publisher:
         self, shard: _Shard, incarnation: Incarnation, changes: Sequence[Change]
     ) -> bool | RedisFull:
         """Applies a drain's changes in numbered batches, a few per round trip. Returns the first
-        reply that is not True, if there is one.
-
-        A round trip that failed half-way is sent again as a whole: batches already applied are
-        recognised by their numbers.
-        """
+        reply that is not True, if there is one. A round trip that failed half-way is sent again as
+        a whole: batches already applied are recognised by their numbers."""
         essential = list(takewhile(lambda c: not self._ownership.adds(shard.number, c), changes))
         batches = [(True, batch) for batch in _batched(essential, BATCH_BLOCKS)]
         batches += [(False, batch) for batch in _batched(changes[len(essential) :], BATCH_BLOCKS)]

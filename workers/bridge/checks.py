@@ -33,11 +33,8 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):")
 async def of_engine(
     url: str, api_key: str, live: Sequence[WorkerInfo], *, probe: bool
 ) -> AsyncIterator[Check]:
-    """Yields the checks of one engine; none further if it cannot be followed.
-
-    live: the workers of the namespace. probe: send the engine a request, and see whether an event
-    comes of it.
-    """
+    """Yields the checks of one engine; none further if it cannot be followed. live: the workers of
+    the namespace. probe: send the engine a request, and see whether an event comes of it."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     async with aiohttp.ClientSession(headers=headers) as session:
         try:

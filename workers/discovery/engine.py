@@ -149,10 +149,7 @@ def settings_of(
     process: EngineAgentSettings, worker_id: str, engine_url: str, told: Mapping[str, object]
 ) -> EngineAgentSettings:
     """Returns the settings of one engine. told: what differs from the settings of the process, by
-    the names of flags; may be text.
-
-    Raises ConfigError.
-    """
+    the names of flags; may be text. Raises ConfigError."""
     own: dict[str, Any] = {}
     for name, value in told.items():
         if name not in FIELDS:

@@ -216,10 +216,8 @@ def engine_of(
     pod: Mapping[str, Any], process: EngineAgentSettings, prefix: str = ""
 ) -> DiscoveredEngine | None:
     """Returns the engine of a pod as the API has it; None: it has no address yet, has ended, or
-    only computes for the pod that leads. prefix: of the worker's name.
-
-    Raises ConfigError, and others if it is no pod.
-    """
+    only computes for the pod that leads. prefix: of the worker's name. Raises ConfigError, and
+    others if it is no pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels = metadata.get("labels") or {}
     address = status.get("podIP")

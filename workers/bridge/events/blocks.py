@@ -159,19 +159,15 @@ class EngineBlocks:
     def is_blind(self) -> bool:
         """Whether events were missed: some have waited over MAX_WAIT_S for a parent that has not
         come, or more than MAX_WAITING would have to wait. Only a new incarnation is correct again,
-        with a new EngineBlocks and what the engine replays or announces from then on.
-
-        Never, if it joined late: nothing that could be done would bring those blocks back. Nor
-        because of an offload without tokens: an engine may load a block that it has not stored
-        since it started, and announce its tokens later or never.
-        """
+        with a new EngineBlocks and what the engine replays or announces from then on. Never, if it
+        joined late: nothing that could be done would bring those blocks back. Nor because of an
+        offload without tokens: an engine may load a block that it has not stored since it started,
+        and announce its tokens later or never."""
         return self._pending.is_blind
 
     def take(self, event: EngineEvent) -> list[CacheEvent]:
-        """Returns what `event` means for the index.
-
-        Raises InvalidRequest, having changed nothing; treat that like a missed event.
-        """
+        """Returns what `event` means for the index. Raises InvalidRequest, having changed nothing;
+        treat that like a missed event."""
         changes: list[CacheEvent] = []
         # What waited for a block comes right after it, and what waited for that right after that.
         # Nothing that may wait is refused later.
@@ -240,11 +236,9 @@ class EngineBlocks:
         return [*self._windows.store(event, tier)]
 
     def _look_ahead(self, event: BlockStored) -> list[CacheEvent]:
-        """Says how far the engine looks ahead, if it does, or was thought to.
-
-        Two blocks of such an engine may be one of the index, and only one of them lead to what
-        follows: the engine's chain has to be whole.
-        """
+        """Says how far the engine looks ahead, if it does, or was thought to. Two blocks of such an
+        engine may be one of the index, and only one of them lead to what follows: the engine's
+        chain has to be whole."""
         group = event.group_idx
         if not (event.looks_ahead or self._lookahead_blocks) or self._windows.concern(group):
             return []
@@ -265,11 +259,8 @@ class EngineBlocks:
 
     def _counts(self, event: BlockStored | BlockRemoved) -> bool:
         """Whether the event's group stands for all: the first one with attention over the whole
-        prefix.
-
-        Groups use the same hashes, even where their blocks differ in size. Offloads without tokens
-        do not name the kind.
-        """
+        prefix. Groups use the same hashes, even where their blocks differ in size. Offloads without
+        tokens do not name the kind."""
         group = event.group_idx
         kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
         if kind is not None and kind.lower() not in PREFIX_KINDS:

@@ -116,10 +116,8 @@ def is_medium_known(event: BlockStored | BlockRemoved) -> bool:
 
 def tokens_of(event: BlockStored, block_size: int) -> bytes:
     """Returns the tokens of an event that has some, packed as u32; a wider one is folded to u32.
-
     Raises InvalidRequest for a number of tokens that is not the blocks', or of extra keys, and for
-    a block size of which the index's, `block_size`, is no divisor.
-    """
+    a block size of which the index's, `block_size`, is no divisor."""
     if event.block_size < 1 or event.block_size % block_size:
         raise InvalidRequest(
             "block_size", f"{event.block_size} is not a multiple of the index's {block_size}"
@@ -172,11 +170,9 @@ def salt_in(event: BlockStored) -> str | None:
 def items_of(
     event: BlockStored, lora_name: str | None, cache_salt: str | None, per_block: int
 ) -> list[list[int]] | None:
-    """Returns for each of our blocks the hashes of what else it holds, such as images.
-
-    If one block of the engine is several of ours, each of them counts as holding its items: events
-    do not say how far an item extends.
-    """
+    """Returns for each of our blocks the hashes of what else it holds, such as images. If one block
+    of the engine is several of ours, each of them counts as holding its items: events do not say
+    how far an item extends."""
     if not event.extra_keys or not any(event.extra_keys):
         return None
     # Not a set: an identifier with its position is a list, as msgpack decodes it.

@@ -128,11 +128,9 @@ class Windows:
         return [self._told((), are_ends=False)] if self._windows else []
 
     def _needed(self, event: BlockStored) -> int:
-        """Returns how many blocks before an end the group of this event has to hold.
-
-        All, if events do not say that fewer suffice: they do not tell how long the chunks of
-        chunked attention are.
-        """
+        """Returns how many blocks before an end the group of this event has to hold. All, if events
+        do not say that fewer suffice: they do not tell how long the chunks of chunked attention
+        are."""
         kind, seen = (event.kv_cache_spec_kind or "").lower(), event.kv_cache_spec_sliding_window
         if kind in STATE_KINDS:
             return 1
@@ -158,12 +156,10 @@ class Windows:
         return self._between_masked(window, names)
 
     def _between_masked(self, window: Window, names: list[BlockHash]) -> Sequence[BlockHash | None]:
-        """Returns what precedes each of some blocks of an event that leaves others out.
-
-        The group that stands for all knows it, if its blocks are of that size. If they are longer,
-        others were left out before the first one and after those that it has, too: no prompt is
-        reused up to these others.
-        """
+        """Returns what precedes each of some blocks of an event that leaves others out. The group
+        that stands for all knows it, if its blocks are of that size. If they are longer, others
+        were left out before the first one and after those that it has, too: no prompt is reused up
+        to these others."""
         chains = [self._chain_of(name) for name in names]
         sizes = {len(chain[0]) * self._block_size for chain in chains if chain}
         if sizes == {window.block_size}:

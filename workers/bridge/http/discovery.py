@@ -23,11 +23,9 @@ NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 async def discover(
     session: aiohttp.ClientSession, engine_url: str, given: EngineAgentSettings = NOTHING_GIVEN
 ) -> EngineFacts:
-    """Returns what the engine at `engine_url` says of itself, but for what is given.
-
-    Raises EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one
-    line, if it refuses or lists no model. What else it lacks lowers its rung.
-    """
+    """Returns what the engine at `engine_url` says of itself, but for what is given. Raises
+    EngineUnavailable while it does not answer or is still loading, and EngineUnfit, in one line, if
+    it refuses or lists no model. What else it lacks lowers its rung."""
     engine = EngineHttp(session, engine_url)
     kind = None if given.engine_kind == "auto" else given.engine_kind
     # vLLM's own /server_info collects its environment for seconds: never ask that one.

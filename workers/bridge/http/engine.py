@@ -43,11 +43,9 @@ class EngineHttp:
         return zmq_host(self.url)
 
     async def get(self, path: str) -> bytes | None:
-        """Returns the body of the answer; None if the engine has no such path.
-
-        Raises EngineUnavailable if it does not answer in time or answers 5xx, and EngineUnfit if it
-        refuses, or its URL is none.
-        """
+        """Returns the body of the answer; None if the engine has no such path. Raises
+        EngineUnavailable if it does not answer in time or answers 5xx, and EngineUnfit if it
+        refuses, or its URL is none."""
         return await self._ask("GET", path)
 
     async def probe(self, path: str) -> Probe:
@@ -141,10 +139,8 @@ class EngineModels:
 
 
 async def models_of(engine: EngineHttp, given: EngineAgentSettings) -> EngineModels:
-    """Returns what /v1/models lists; adapters come and go while the engine runs.
-
-    Raises EngineUnavailable, and EngineUnfit if there is no model and `given` names none.
-    """
+    """Returns what /v1/models lists; adapters come and go while the engine runs. Raises
+    EngineUnavailable, and EngineUnfit if there is no model and `given` names none."""
     answer = await engine.get_object("/v1/models") or {}
     listed = answer.get("data")
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []

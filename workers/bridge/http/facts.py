@@ -194,10 +194,7 @@ NONE = "none"
 
 def reachable(endpoint: str, host: str, rank: int = 0) -> str:
     """Returns the address to connect to for a socket that the engine on `host` has bound to
-    `endpoint`.
-
-    rank: added to the port. Raises NotExact for a bad address.
-    """
+    `endpoint`. rank: added to the port. Raises NotExact for a bad address."""
     if endpoint.startswith("ipc://") and not rank:
         return endpoint
     match = _TCP_ENDPOINT.fullmatch(endpoint)
