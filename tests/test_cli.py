@@ -65,62 +65,6 @@ def kvroute_here(*arguments):
         return CliRunner().invoke(main, arguments)
 
 
-def help_of(command, flag="--help"):
-    result = CliRunner().invoke(main, [command, flag], terminal_width=100)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-@pytest.mark.parametrize(
-    ("command", "variables"),
-    [
-        (
-            "router",
-            {
-                "port": "KVROUTE_PORT",
-                "policy": "KVROUTE_POLICY",
-                "redis-url": "REDIS_URL",
-                "log-level": "KVROUTE_LOG_LEVEL",
-                "reservation-ttl-s": "KVROUTE_RESERVATION_TTL_S",
-            },
-        ),
-        (
-            "worker",
-            {
-                "port": "KVROUTE_PORT",
-                "profile": "KVROUTE_PROFILE",
-                "redis-url": "REDIS_URL",
-                "lease-ttl-s": "KVROUTE_LEASE_TTL_S",
-            },
-        ),
-        (
-            "up",
-            {
-                "port": "KVROUTE_BALANCER_PORT",
-                "policy": "KVROUTE_POLICY",
-                "profile": "KVROUTE_PROFILE",
-                "redis-url": "REDIS_URL",
-                "log-level": "KVROUTE_LOG_LEVEL",
-            },
-        ),
-    ],
-)
-def test_the_help_of_a_service_shows_each_option_with_its_variable(command, variables):
-    text = " ".join(help_of(command, "--help-all").split())
-    entries = [re.match(r"([a-z-]+).*?\[env var: ([A-Z_]+)", e) for e in text.split(" --")]
-    shown = {found[1]: found[2] for found in entries if found}
-    assert shown.items() >= variables.items()
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [("replay", ["--trace", "--url", "--speedup", "--json"]), ("demo", ["--workers", "--out"])],
-)
-def test_the_help_of_a_tool_lists_its_options(command, options):
-    text = help_of(command)
-    assert [option for option in options if option not in text] == []
-
-
 def test_the_help_lists_all_commands():
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
@@ -156,25 +100,6 @@ def test_a_plain_install_has_help_and_says_what_to_install_for_other_commands():
         assert refused.returncode == 1
         how = f"is missing: pip install '.[{extra}]' in a clone of kvroute, or 'WHEEL[{extra}]'"
         assert refused.stderr == f"Error: {package} {how} of its wheel\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "variable", "value"),
-    [
-        ("router", "KVROUTE_PORT", "eighty"),
-        ("router", "KVROUTE_PORT", "65536"),
-        ("router", "KVROUTE_POLICY", "best"),
-        ("router", "KVROUTE_REDIS_TIMEOUT_MS", "0"),
-        ("worker", "KVROUTE_SPEEDUP", "-1.0"),
-        ("worker", "KVROUTE_BLOCK_SIZE", "0"),
-        ("up", "KVROUTE_BALANCER_PORT", "eighty"),
-    ],
-)
-def test_a_bad_variable_is_named_with_its_value(command, variable, value):
-    result = CliRunner().invoke(main, [command], env={variable: value})
-    assert result.exit_code == 2
-    assert variable in result.output
-    assert value in result.output
 
 
 def commands(group, *path):

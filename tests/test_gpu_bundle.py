@@ -106,6 +106,7 @@ def test_a_python_without_torch_is_refused(asked, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
 def test_a_machine_without_a_gpu_is_refused(asked, tmp_path):
     bundled(tmp_path / "bundle", f"--python={HERE}")

@@ -147,10 +147,10 @@ async def settled(cluster, probe):
 async def test_a_few_hostile_inputs_do_no_harm(open_probe, capfd):
     with attacked_cluster(1, 1, haproxy=None) as cluster:
         probe = open_probe(cluster)
-        for targets in (await targets_of(cluster, probe, drawn=20), doors_of(cluster, drawn=20)):
+        for targets in (await targets_of(cluster, probe, drawn=10), doors_of(cluster, drawn=10)):
             attack = Attack(targets, CODES, seed=SEED)
             async with answering(probed(cluster), attack.problems):
-                await attack.send(0, 100, SLOW_S)
+                await attack.send(0, 40, SLOW_S)
                 await attack.send_named()
             assert attack.problems == [], f"seed {SEED}"
             await settled(cluster, probe)

@@ -1,35 +1,23 @@
-"""Parts of the previous release beside this one's: the newer say so, and disturb nobody.
+"""Parts of a release with another version of the data model beside this one's.
 
-The previous release is what it left in Redis, recorded here, and, where git has its history, its
-own processes as well, which must leave the same.
+The newer say so, and disturb nobody. The older release is what it left in Redis, recorded here.
 """
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager
 
-import httpx
-import pytest
 from redis import Redis
 
 from app.core.keys import DATA_VERSION
 from app.core.types import Incarnation
-from app.local.redis_server import free_port
 from app.router.maintenance import MAINTENANCE_INTERVAL_S
 from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
-from tests.fake_worker import BLOCK_SIZE, KEYS, NAMESPACE, FakeWorkers, fake_agent, running
+from tests.fake_worker import KEYS, NAMESPACE, FakeWorkers, fake_agent, running
 from tests.ops.conftest import kvroute
 
-ROOT = Path(__file__).parents[2]
-PREVIOUS = "7bd4502f4629da249539bcb193504b4c030a290b"
-"""A commit from before namespaces recorded the version of their data model."""
-PARTS = ("app", "lua", "workers", "loadtest", "deploy")
 OLD_META = {"block_size": "4", "shards": "1", "incarnations": "1", "workers_ms": "1795476033353"}
 OLD_LOAD = "0 0 0 0 0 0 0 0"
 OLD_INFO = {
@@ -50,43 +38,6 @@ WRONG = (
 STRANGER = f"worker old:0 speaks version 1 of the data model, not {DATA_VERSION}"
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    """The previous release's source."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is no git checkout; the recorded worker took the old one's place")
-    archive = subprocess.run(
-        ["git", "archive", PREVIOUS, *PARTS], cwd=ROOT, capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip("this clone has no history; the recorded worker took the old one's place")
-    folder = tmp_path_factory.mktemp("previous")
-    subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-    return folder
-
-
-@contextmanager
-def old_part(tree, server, part, *options):
-    """`kvroute <part>` of the previous release, while the context lasts."""
-    run = "from app.cli import main; main()"
-    where = ["--redis-url", server.url, "--namespace", NAMESPACE]
-    process = subprocess.Popen(
-        [sys.executable, "-c", run, part, *where, *options],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        assert process.wait(20) == 0
-
-
-def old_worker(tree, server):
-    options = ["--worker-id", "old", "--block-size", str(BLOCK_SIZE), "--port", "0"]
-    return old_part(tree, server, "worker", *options)
-
-
 def record_old_worker(server):
     with Redis.from_url(server.url) as redis:
         for field, text in OLD_META.items():
@@ -100,22 +51,6 @@ def record_old_worker(server):
         redis.hset(KEYS["writers"], str(inc), "740f1a50")
         redis.hset(KEYS["load"], str(inc), OLD_LOAD)
         redis.zadd(KEYS["leases"], {str(inc): now_ms + 60_000})
-
-
-@pytest.fixture(params=["recorded", "running"])
-def start_old_worker(request):
-    """Starts worker `old` of the previous release, and returns once it is routed to."""
-    with ExitStack() as started:
-
-        def start(server):
-            if request.param == "recorded":
-                record_old_worker(server)
-            else:
-                started.enter_context(old_worker(request.getfixturevalue("tree"), server))
-
-        if request.param == "running":
-            request.getfixturevalue("tree")
-        yield start
 
 
 def new_agent(redis):
@@ -138,33 +73,8 @@ async def refused_agent(redis, why=WRONG):
         await asyncio.wait([starting])
 
 
-async def joined(redis):
-    """Return once worker `old` is routed to, by those who understand it."""
-
-    async def incarnation():
-        return await redis.hget(KEYS["current"], "old:0")
-
-    await eventually(incarnation)
-
-
-async def test_the_recorded_worker_is_what_the_old_one_leaves(tree, one_redis_server, redis):
-    with old_worker(tree, one_redis_server):
-        await joined(redis)
-        meta = await redis.hgetall(KEYS["meta"])
-        info = json.loads(await redis.hget(KEYS["workers"], "1") or "")
-        load = await redis.hget(KEYS["load"], "1")
-    assert meta | {b"workers_ms": b""} == {
-        name.encode(): text.encode() for name, text in OLD_META.items()
-    } | {b"workers_ms": b""}
-    assert info | {"address": ""} == OLD_INFO | {"address": ""}
-    assert load == OLD_LOAD.encode()
-
-
-async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(
-    start_old_worker, one_redis_server, redis
-):
-    start_old_worker(one_redis_server)
-    await joined(redis)
+async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(one_redis_server, redis):
+    record_old_worker(one_redis_server)
     await redis.zadd(KEYS["expiry"], {"overdue": 1})
     async with started_replica(one_redis_server.url) as client:
         ready = await client.get("/readiness")
@@ -185,11 +95,8 @@ async def test_a_router_in_an_older_namespace_says_so_and_leaves_it_alone(
         assert await redis.zscore(KEYS["expiry"], "overdue") == 1
 
 
-async def test_an_agent_in_an_older_namespace_waits_and_says_so(
-    start_old_worker, one_redis_server, redis
-):
-    start_old_worker(one_redis_server)
-    await joined(redis)
+async def test_an_agent_in_an_older_namespace_waits_and_says_so(one_redis_server, redis):
+    record_old_worker(one_redis_server)
     before = await redis.hgetall(KEYS["meta"])
     async with refused_agent(redis):
         assert await redis.hgetall(KEYS["meta"]) == before
@@ -206,14 +113,11 @@ def test_operators_are_told_which_version_an_older_namespace_has(one_redis_serve
     assert "6 keys deleted" in result.stdout
 
 
-async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(
-    start_old_worker, one_redis_server, redis
-):
+async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(one_redis_server, redis):
     workers = FakeWorkers(redis)
     await workers.register("w1")
     async with started_replica(one_redis_server.url) as client:
-        start_old_worker(one_redis_server)
-        await joined(redis)
+        record_old_worker(one_redis_server)
         for n in range(8):
             asked = {"token_ids": [n] * 8, "exclude": []}
             routed = (await client.post("/v1/route", json=asked)).json()
@@ -226,32 +130,6 @@ async def test_nothing_is_routed_to_an_older_worker_and_routers_name_it(
 
         refused = await eventually(ready, lambda answer: answer.status_code == 503)
         assert refused.json()["missing"] == ["workers: none is alive", f"workers: {STRANGER}"]
-
-
-async def test_older_parts_go_on_beside_a_newer_router(tree, one_redis_server, redis):
-    port = free_port()
-    with (
-        old_worker(tree, one_redis_server),
-        old_part(tree, one_redis_server, "router", "--port", str(port)),
-    ):
-        await joined(redis)
-        async with (
-            started_replica(one_redis_server.url) as newer,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as older,
-        ):
-
-            async def is_ready():
-                try:
-                    return (await older.get("/readiness")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-            await eventually(is_ready)
-            for n in range(20):
-                asked = {"token_ids": [n] * 8, "request_id": f"r{n}"}
-                assert (await older.post("/v1/route", json=asked)).status_code == 200
-                assert (await newer.post("/v1/route", json=asked)).status_code == 503
-                assert (await older.delete(f"/v1/requests/r{n}")).json()["found"]
 
 
 async def test_a_namespace_of_a_later_release_is_left_alone_too(one_redis_server, redis):
