@@ -141,6 +141,7 @@ def test_charts_have_the_time_that_they_name(cluster, load, watch):
             page.wait_for_function(f"{SPANS}.every((span) => span >= {named_s})")
 
 
+@pytest.mark.slow
 def test_a_fresh_clusters_page_says_how_to_begin(cluster, watch):
     flags = [f"--redis-url={cluster.redis_url}", "--namespace=fresh"]
     router = Process("router", "--port=0", *flags)

@@ -15,7 +15,7 @@ from tests.e2e.conftest import listens, prompt, small_cluster
 from tests.eventually import eventually
 from tests.redis_servers import default_kind, require_binary, require_redis
 
-BALANCERS = ["haproxy", "shared socket"]
+BALANCERS = [pytest.param("haproxy", marks=pytest.mark.slow), "shared socket"]
 
 
 def with_balancer(kind, *, num_workers, num_replicas):
@@ -134,7 +134,7 @@ def has_ipv6():
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize(
     ("host", "kind"),
-    [("::1", "haproxy"), pytest.param("::", "shared socket", marks=pytest.mark.slow)],
+    [pytest.param("::1", "haproxy", marks=pytest.mark.slow), ("::", "shared socket")],
 )
 async def test_a_cluster_can_listen_on_ipv6(host, kind, open_probe):
     require_redis(default_kind())
