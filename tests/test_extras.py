@@ -186,8 +186,9 @@ def test_each_image_has_the_extras_of_its_command():
         r"COPY --from=(build-[\w-]+) /venv.*?CMD \[\"kvroute\", \"(\w+)\"\]", text, re.DOTALL
     )
     assert {command for _, command in stages} == {"router", "worker", "agent", "planner", "up"}
-    tree = ast.parse((ROOT / "app/cli.py").read_text())
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    trees = [ast.parse((ROOT / path).read_text()) for path in ("app/cli.py", "app/up.py")]
+    nodes = [node for tree in trees for node in tree.body]
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for build, command in stages:
         needed = PLAIN.union(*(extras for _, extras in _imports(functions[command].body, PLAIN)))
         assert needed <= builds[build], command
