@@ -153,16 +153,6 @@ def _is_cached(answer):
     return (answer.usage.cache_read_input_tokens or 0) > 0
 
 
-async def test_langchain(base_url):
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model=MODEL, base_url=base_url, api_key="any", max_tokens=5)
-    whole = await model.ainvoke("What does a router do?")
-    pieces = [str(chunk.content) async for chunk in model.astream("What does a router do?")]
-    assert "".join(pieces) == whole.content
-    assert len(str(whole.content).split()) == 5
-
-
 async def test_curl(base_url):
     body = json.dumps({"model": MODEL, "messages": QUESTION, "max_tokens": 4})
     command = ["curl", "-s", f"{base_url}/chat/completions", "-d", body]
