@@ -27,7 +27,7 @@ from app.core.worker_report import (
 )
 from app.policy import reported
 from app.policy.cost import Candidates, Floats
-from app.policy.rows import (
+from app.policy.workers import (
     DECODING,
     MOST_REQUESTS,
     OTHERS,
@@ -37,11 +37,12 @@ from app.policy.rows import (
     RESERVED,
     ROUTED,
     TOTAL,
+    Workers,
+    beyond_least,
     load_rows,
     others_rows,
     rows_of,
 )
-from app.policy.workers import Workers, beyond_least
 
 
 class View:

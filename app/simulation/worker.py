@@ -13,7 +13,7 @@ from app.core.loads import Load
 from app.core.roles import Role
 from app.core.types import SequenceHash
 from app.core.worker_report import ForwardPassMetrics
-from app.policy.rows import load_rows, measured_rows
+from app.policy.workers import load_rows, measured_rows
 from app.simulation.books import Holdings
 from app.simulation.engine import SimEngine
 from app.simulation.profiles import Profile, Sending
