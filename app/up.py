@@ -48,9 +48,9 @@ _option = partial(click.option, cls=Option, heading=CLUSTER, show_default=True, 
     default="sim",
     type=option_type(Text("sim|torch|URL,...", parse_engines, ",")),
     envvar="KVROUTE_ENGINE",
-    help="sim or torch: of the workers that are started. Or the base URL of one that runs already, "
-    "such as vLLM or SGLang, or of several: these are the workers then, with one router unless "
-    "--replicas says otherwise.",
+    help="Engine of the workers that are started, sim or torch; or the base URL of an engine that "
+    "runs already, such as vLLM or SGLang, or of several, which are the workers then, with one "
+    "router unless --replicas says otherwise.",
 )
 @_option(
     "--engine-api-key",
@@ -87,8 +87,8 @@ _option = partial(click.option, cls=Option, heading=CLUSTER, show_default=True, 
     "--gateway",
     default="",
     type=click.Choice(("", "envoy")),
-    help="Have Envoy, which must be installed, carry the requests, and ask the replicas where each "
-    "goes, which are pickers then.",
+    help="Have Envoy, which must be installed, carry the requests. It asks the replicas, which are "
+    "pickers then, where each goes.",
 )
 @options(
     RouterSettings,
@@ -106,22 +106,22 @@ _option = partial(click.option, cls=Option, heading=CLUSTER, show_default=True, 
     "num_prefill",
     default=0,
     type=click.IntRange(0, 1000),
-    help="Of the workers, those that only compute prompts for others; with --kv-transfer.",
+    help="Number of workers that only compute prompts for others; with --kv-transfer.",
 )
 @_option(
     "--decode-workers",
     "num_decode",
     default=0,
     type=click.IntRange(0, 1000),
-    help="Of the workers, those that compute no prompts for others; with --kv-transfer.",
+    help="Number of workers that compute no prompts for others; with --kv-transfer.",
 )
 @_option(
     "--planner/--no-planner",
     "with_planner",
     default=False,
     show_default=False,
-    help="Have a planner start and stop the workers, of which there are then at least --workers; 0 "
-    "lets the last one leave.",
+    help="Have a planner start and stop the workers, and keep --workers of them at least; 0 lets "
+    "the last one leave.",
 )
 @options(
     PlannerSettings,
@@ -202,8 +202,8 @@ def _check_up(values: dict[str, Any], engines: list[str]) -> None:
         _check_engines(values)
     elif not values["num_workers"] and not (values["with_planner"] and values["wait_queue"]):
         raise ConfigError(
-            "workers: 0 needs --planner, which starts one for a request, and --wait-queue, in "
-            "which that waits"
+            "workers: 0 needs --planner, which starts a worker for a request, and --wait-queue, in "
+            "which the request waits"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -28,7 +28,7 @@ from app.state.client import RedisClient
     "engine_urls",
     multiple=True,
     type=BASE_URL,
-    help="Base URL of an engine to look at as well; may be given several times.",
+    help="Base URL of an engine to check as well; may be given several times.",
 )
 @click.option(
     "--engine-api-key",
@@ -45,7 +45,9 @@ from app.state.client import RedisClient
     help="Base URL of a router to ask as well; may be given several times.",
 )
 @click.option(
-    "--probe", is_flag=True, help="Send each engine a request of a few tokens, to see its events."
+    "--probe",
+    is_flag=True,
+    help="Send each engine a request of a few tokens, to see its events.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @on_redis
@@ -67,7 +69,9 @@ async def doctor(
     async for check in _all(redis, keyspace, engine_urls, engine_api_key, router_urls, probe):
         results.append(check)
         if not as_json:
-            say(*_lines(check))
+            mark = {True: "✓", False: "✗", None: "?"}[check.ok]
+            remedy = [f"    {check.remedy}"] if check.ok is False else []
+            say(f"{mark} {check.about}: {check.found}", *remedy)
     if as_json:
         say(json_text([asdict(check) for check in results]))
     if any(check.ok is False for check in results):
@@ -123,10 +127,3 @@ async def _live(redis: RedisClient, keyspace: Keyspace) -> list[WorkerInfo]:
         statuses = await workers.everyone(redis, keyspace)
         return [w.info for w in statuses if w.info and w.is_routed_to]
     return []
-
-
-def _lines(check: Check) -> Iterator[str]:
-    mark = {True: "✓", False: "✗", None: "?"}[check.ok]
-    yield f"{mark} {check.about}: {check.found}"
-    if check.ok is False:
-        yield f"    {check.remedy}"

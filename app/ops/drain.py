@@ -31,9 +31,9 @@ POLL_S = 0.25
     type=SECONDS,
     default=600.0,
     show_default=True,
-    help="How long to wait for the requests on it to end; 0: do not wait.",
+    help="How long to wait for the requests on the worker to end; 0: do not wait.",
 )
-@click.option("--undo", is_flag=True, help="Route requests to it again.")
+@click.option("--undo", is_flag=True, help="Route requests to the worker again.")
 @on_redis
 async def drain(
     redis: RedisClient, keyspace: Keyspace, name: str, deadline_s: float, undo: bool

@@ -55,7 +55,7 @@ class Lease:
         before, self.token = self.token, state.token
         if not state.token:
             if before:
-                log.warning("leads no more: %s does", state.holder)
+                log.warning("leads no longer: %s leads", state.holder)
             return None
         self._ends_s = now_s + self._lease_s
         if state.token == before:
@@ -79,7 +79,7 @@ class Lease:
 
     def lose(self, why: str) -> None:
         """Stop acting as leader until `keep` has the lease again."""
-        log.warning("leads no more: %s", why)
+        log.warning("leads no longer: %s", why)
         self.token = 0
         self._due_s = 0.0
 

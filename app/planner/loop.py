@@ -22,7 +22,7 @@ from app.planner.observe import Observer
 from app.planner.predict import predictor, replay_of
 from app.planner.rules.policies import least_valued, propose
 from app.planner.rules.replay import ReplayTooLong, growth
-from app.planner.rules.state import FleetState, Pools, Proposal, Reason, Rules, Slo
+from app.planner.rules.state import FleetState, Proposal, Reason, Rules, Slo
 from app.state import leases, models, planner
 from app.state.scripts import ScriptRunner
 
@@ -102,7 +102,9 @@ class Planner:
             await self._observer.sample()
             if self.leads:
                 await self._follow_changes()
-                if time.monotonic() >= self._due_s or self._must_wake:
+                slept = bool(self._proposals) and not self._proposals[-1].desired
+                must_wake = slept and self._observer.somebody_waits
+                if time.monotonic() >= self._due_s or must_wake:
                     self._due_s = time.monotonic() + self._settings.interval_s
                     await self._propose()
         except KvrouteError as error:
@@ -117,12 +119,6 @@ class Planner:
         else:
             self._metrics.silence()
 
-    @property
-    def _must_wake(self) -> bool:
-        """Whether requests wait, and there was to be no worker."""
-        slept = bool(self._proposals) and not self._proposals[-1].desired
-        return slept and self._observer.somebody_waits
-
     async def leave(self) -> None:
         await self._lease.leave()
 
@@ -136,12 +132,15 @@ class Planner:
         """Raises LeadershipLost, after which nothing may be done, and RedisUnavailable."""
         shown: dict[str, str | int] = {"wakes": int(not self._rules.min_workers)}
         if proposal is not None:
+            pools = proposal.desired_pools
             shown |= {
                 "desired": proposal.desired,
                 "size": proposal.size,
                 "reason": str(proposal.reason),
                 "victim": proposal.victim or "",
-                **_pools_shown(proposal.desired_pools),
+                # For autoscalers that read the hash.
+                "desired_prefill": pools.prefill if pools else "",
+                "desired_decode": pools.decode if pools else "",
                 "values": orjson.dumps(values or {}).decode(),
             }
         is_ours = await self._runner.one(
@@ -247,7 +246,7 @@ class Planner:
         now_s = self._observer.now_s
         for _ in range(changing.give_up_before(now_s - self._settings.startup_deadline_s, now_s)):
             self._metrics.failures.inc()
-            log.warning("a worker has not registered in time, and is given up")
+            log.warning("gave up a worker that has not registered in time")
         if changing.leaving and changing.leaving not in seen:
             log.info("worker %s has left", changing.leaving)
             changing.leaving = ""
@@ -302,10 +301,3 @@ class Planner:
             return True
         self._metrics.failures.inc()
         return False
-
-
-def _pools_shown(desired: Pools | None) -> dict[str, str | int]:
-    """Returns the fields for autoscalers that read the hash; "" without roles."""
-    if desired is None:
-        return {"desired_prefill": "", "desired_decode": ""}
-    return {"desired_prefill": desired.prefill, "desired_decode": desired.decode}

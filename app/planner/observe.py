@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 from app.core.chains import positions
 from app.core.errors import NamespaceMissing
 from app.core.keys import Keyspace
-from app.core.loads import Load, Snapshot
+from app.core.loads import Load
 from app.core.outcomes import Ending
 from app.core.roles import Role
 from app.core.settings.router import RouterSettings
@@ -66,6 +67,13 @@ class ObservedWorker:
     """Samples since the last proposal; empty: its load is not known."""
 
 
+class _Rank(NamedTuple):
+    info: WorkerInfo
+    load: WorkerLoad | None
+    speed: Speed
+    drains: bool
+
+
 class Observer:
     """`sample` often, then ask for the `state`."""
 
@@ -109,37 +117,29 @@ class Observer:
             bool(infos)
             or any(f.oldest_s >= WAKES_AFTER_S for f in await flows(self._redis, self._keyspace))
         )
-        by_model: dict[str, list[tuple[WorkerInfo, Load | None, Measurement, bool]]] = {}
+        ranks_of: defaultdict[str, list[_Rank]] = defaultdict(list)
         for inc, info in infos.items():
-            measured = self._fleet.measured(inc)
-            marks = snapshot.marks[inc]
+            measured, marks = self._fleet.measured(inc), snapshot.marks[inc]
             load = snapshot.loads.get(inc) or (Load() if marks else None)
-            if measured.is_stale(snapshot.now_ms, len(infos)):
-                load = None
-            by_model.setdefault(info.key.worker_id, []).append((info, load, measured, marks.is_out))
-        for name in self.workers_seen.keys() - by_model.keys():
+            is_stale = measured.is_stale(snapshot.now_ms, len(infos))
+            sampled = None if load is None or is_stale else _load(load, measured, snapshot.now_ms)
+            rank = _Rank(info, sampled, measured.speed, marks.is_out)
+            ranks_of[info.key.worker_id].append(rank)
+        for name in self.workers_seen.keys() - ranks_of.keys():
             del self.workers_seen[name]
-        for name, ranks in by_model.items():
-            self._take(name, ranks, snapshot)
-
-    def _take(
-        self,
-        name: str,
-        ranks: list[tuple[WorkerInfo, Load | None, Measurement, bool]],
-        snapshot: Snapshot,
-    ) -> None:
-        keys, info = sorted(info.key for info, *_ in ranks), ranks[0][0]
-        seen = self.workers_seen.get(name)
-        if seen is None:
-            seen = self.workers_seen[name] = ObservedWorker(keys, info, snapshot.now_ms / 1000)
-        seen.keys, seen.info = keys, info
-        seen.drains = all(drains for *_, drains in ranks)
-        seen.speed = ranks[0][2].speed
-        loads = [_load(load, m, snapshot.now_ms) for _, load, m, _ in ranks if load is not None]
-        if len(loads) < len(ranks):
-            seen.loads.clear()
-        else:
-            seen.loads.append(_mean(loads))
+        for name, ranks in ranks_of.items():
+            keys = sorted(rank.info.key for rank in ranks)
+            seen = self.workers_seen.get(name) or ObservedWorker(
+                keys, ranks[0].info, snapshot.now_ms / 1000
+            )
+            self.workers_seen[name] = seen
+            seen.keys, seen.info, seen.speed = keys, ranks[0].info, ranks[0].speed
+            seen.drains = all(rank.drains for rank in ranks)
+            loads = [rank.load for rank in ranks if rank.load is not None]
+            if len(loads) < len(ranks):
+                seen.loads.clear()
+            else:
+                seen.loads.append(_mean(loads))
 
     def forget_samples(self) -> None:
         for seen in self.workers_seen.values():
