@@ -52,6 +52,12 @@ def kvroute(url, *arguments, namespace=NAMESPACE, **options):
     return CliRunner().invoke(main, [*arguments, *where], **options)
 
 
+def said(url, *arguments):
+    """The exit status and what is printed."""
+    result = kvroute(url, *arguments)
+    return result.exit_code, result.output
+
+
 def as_json(url, *arguments):
     result = kvroute(url, *arguments, "--json")
     assert result.exit_code == 0, result.output

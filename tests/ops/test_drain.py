@@ -12,7 +12,7 @@ from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, FakeWorkers, fake_agent, running
-from tests.ops.conftest import kvroute
+from tests.ops.conftest import kvroute, said
 
 
 def test_a_worker_with_requests_is_not_drained_at_the_deadline(url, raw):
@@ -27,29 +27,24 @@ def test_a_worker_with_requests_is_not_drained_at_the_deadline(url, raw):
 
 
 def test_without_a_deadline_it_does_not_wait(url):
-    result = kvroute(url, "drain", "w1:0", "--deadline-s", "0")
-    assert (result.exit_code, result.output) == (
+    assert said(url, "drain", "w1:0", "--deadline-s", "0") == (
         0,
         "w1:0 gets no more requests; 1 request left on it\n",
     )
 
 
 def test_a_worker_without_requests_is_drained_at_once_and_comes_back(url, raw):
-    result = kvroute(url, "drain", "w2")
-    assert (result.exit_code, result.output) == (
-        0,
-        "w2 is drained: stop it, or `kvroute drain w2 --undo`\n",
-    )
-    result = kvroute(url, "drain", "w2", "--undo")
-    assert (result.exit_code, result.output) == (0, "w2 gets requests again\n")
+    assert said(url, "drain", "w2") == (0, "w2 is drained: stop it, or `kvroute drain w2 --undo`\n")
+    assert said(url, "drain", "w2", "--undo") == (0, "w2 gets requests again\n")
     assert raw.hget(KEYS["verdicts"], "w2:1").startswith(b'{"undone":')
 
 
 @pytest.mark.parametrize("name", ["w3", "w1:1", "w"])
 def test_an_unknown_worker_is_named(url, name):
-    result = kvroute(url, "drain", name)
-    assert result.exit_code == 1
-    assert result.output == f"Error: worker {name!r} does not exist in namespace 'test'\n"
+    assert said(url, "drain", name) == (
+        1,
+        f"Error: worker {name!r} does not exist in namespace 'test'\n",
+    )
 
 
 def test_a_redis_that_hangs_is_waited_for_until_the_deadline(own_redis_server, monkeypatch):

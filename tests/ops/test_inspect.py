@@ -14,7 +14,7 @@ from app.core.worker_report import DEFAULT_SPEED, ForwardPassMetrics, GpuReading
 from app.state import reading
 from app.state.connect import connect
 from tests.fake_worker import KEYS, NAMESPACE, SHARD, FakeWorkers
-from tests.ops.conftest import CHAIN, PROMPT, as_json, bucket_of, in_redis, kvroute
+from tests.ops.conftest import CHAIN, PROMPT, as_json, bucket_of, in_redis, kvroute, said
 
 
 def test_the_summary_counts_blocks_by_worker_and_tier(url):
@@ -151,8 +151,7 @@ def test_a_worker_is_shown_with_its_reservations(url):
     assert lines[-1].startswith("  req-7  100 5000 7 p ")
     text = kvroute(url, "inspect", "worker", "w2:1").output
     assert "w2:1 at http://w2-1:80" in text
-    missing = kvroute(url, "inspect", "worker", "w9")
-    assert (missing.exit_code, missing.output) == (1, "Error: worker 'w9' does not exist\n")
+    assert said(url, "inspect", "worker", "w9") == (1, "Error: worker 'w9' does not exist\n")
 
 
 def test_a_worker_is_shown_with_the_readings_of_its_gpu(one_redis_server):

@@ -9,7 +9,7 @@ from app.state.scripts import ScriptRunner
 from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
-from tests.ops.conftest import kvroute
+from tests.ops.conftest import kvroute, said
 
 PREDICTED = {"size": 2, "requests": 9, "attainment": 0.5, "ttft_p99_s": 3.0, "hit_rate": 0.25}
 PROPOSAL = {
@@ -62,14 +62,12 @@ def test_pools_are_shown_as_such(url):
 
 
 def test_without_proposals_and_decisions_that_is_said(url, raw):
-    result = kvroute(url, "planner", "explain")
-    assert (result.exit_code, result.output) == (
+    assert said(url, "planner", "explain") == (
         1,
         "Error: no planner has proposed anything in 'test'\n",
     )
     for given in ([], ["--workers", "3"]):
-        result = kvroute(url, "whatif", *given)
-        assert (result.exit_code, result.output) == (
+        assert said(url, "whatif", *given) == (
             1,
             "Error: no decision of the last minutes is kept\n",
         )
