@@ -115,15 +115,13 @@ def _short(cell: Any) -> str:
 
 
 @click.command(cls=Command)
-@click.option(
-    "--policy", type=POLICY, default="latency", show_default=True, help="Policy of the routers."
-)
+@click.option("--policy", type=POLICY, help="Policy of the routers; unset: as recorded.")
 @click.option(
     "--workers", "num_workers", type=PROCESSES, help="Size of the fleet; unset: as it is now."
 )
 @answering
 async def whatif(
-    redis: RedisClient, keyspace: Keyspace, policy: str, num_workers: int | None
+    redis: RedisClient, keyspace: Keyspace, policy: str | None, num_workers: int | None
 ) -> Answer:
     """Play the decisions of the last minutes again, by a policy, in a fleet of another size.
 
@@ -136,7 +134,7 @@ async def whatif(
         current: Any = await redis.hkeys(keyspace["current"])
     now = len({key.rpartition(b":")[0] for key in current})
     sizes = sorted({now, num_workers or now} - {0})
-    forecasts = await predicted(redis, keyspace, sizes, policy) if sizes else []
+    forecasts = await predicted(redis, keyspace, sizes, policy or "") if sizes else []
     if not any(one.requests for one in forecasts):
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException("no decision of the last minutes is kept")
