@@ -16,7 +16,7 @@ from app.console.kept import CachedAnswer
 from app.console.roster import Roster, short
 from app.core.errors import KvrouteError, RedisUnavailable
 from app.core.keys import Keyspace
-from app.ops.figures import Together, Window, count_transfers, gauge_each, read
+from app.ops.figures import CountWindow, Together, count_transfers, gauge_each, read
 from app.policy.view import View
 from app.router.router import Router
 from app.state import events, replicas
@@ -57,7 +57,7 @@ class Sampler:
         self._about = {"address": address, "version": version}
         self._namespace_weights = namespace_weights
         self._started_s = time.monotonic()
-        self._window = Window()
+        self._window = CountWindow()
         self._step = 0
         self._away_s: float | None = None
         self.roster = Roster()

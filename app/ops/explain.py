@@ -11,7 +11,7 @@ import msgspec
 
 from app.core.keys import Keyspace
 from app.ops import namespaces
-from app.ops.terminal import TIMEOUT_S, Answer, answering, counted, text_table
+from app.ops.terminal import TIMEOUT_S, CommandAnswer, answering, counted, text_table
 from app.options import POLICY, PROCESSES, Command
 from app.policy.record import DecisionRecord, DecisionSummary
 from app.state import decisions
@@ -26,13 +26,13 @@ _TRANSFERS = {"split": "computes the prompt", "fetch": "hands on what it holds o
 @click.command(cls=Command)
 @click.argument("request_id")
 @answering
-async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str) -> Answer:
+async def explain(redis: RedisClient, keyspace: Keyspace, request_id: str) -> CommandAnswer:
     """Explain why a request went where it went, while the decision is kept."""
     record = await find(redis, keyspace, request_id)
     if record is None:
         await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
         raise click.ClickException(f"no decision about {request_id!r} is kept (yet, or any longer)")
-    return Answer(explanation(record), list(_lines(record)))
+    return CommandAnswer(explanation(record), list(_lines(record)))
 
 
 def _lines(record: DecisionRecord) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _short(cell: Any) -> str:
 @answering
 async def whatif(
     redis: RedisClient, keyspace: Keyspace, policy: str | None, num_workers: int | None
-) -> Answer:
+) -> CommandAnswer:
     """Play the decisions of the last minutes again, by a policy, in a fleet of another size.
 
     They are played in virtual time, in today's fleet too: each worker is as fast as it was found to
@@ -149,4 +149,4 @@ async def whatif(
         )
         for one in forecasts
     ]
-    return Answer([asdict(one) for one in forecasts], text_table(head, rows))
+    return CommandAnswer([asdict(one) for one in forecasts], text_table(head, rows))

@@ -157,7 +157,7 @@ def count_transfers(reading: Reading, view: View) -> None:
                 reading.workers[str(info.key)][name] = value
 
 
-class Window:
+class CountWindow:
     def __init__(self) -> None:
         self._readings: deque[tuple[float, Reading]] = deque()
 

@@ -15,7 +15,7 @@ from app.core.types import SequenceHash, Tier
 from app.core.worker_report import GPU, INFO, NO_READINGS, Item
 from app.ops import namespaces, reuse, workers
 from app.ops import verify as verification
-from app.ops.terminal import Answer, answering, counted, text_table
+from app.ops.terminal import CommandAnswer, answering, counted, text_table
 from app.options import POSITIVE, POSITIVE_SECONDS, Command
 from app.policy.record import DecisionRecord
 from app.state import decisions, last_errors, planner
@@ -51,14 +51,14 @@ inspect.add_command(reuse.command)
 
 @inspect.command(cls=Command)
 @answering
-async def summary(redis: RedisClient, keyspace: Keyspace) -> Answer:
+async def summary(redis: RedisClient, keyspace: Keyspace) -> CommandAnswer:
     """Show namespaces, workers, blocks by worker and tier, memory and the age of metrics."""
     names = await namespaces.names(redis)
     about = await namespaces.summary(redis, keyspace)
     lines = [f"namespaces  {', '.join(names) or 'none'}"]
     if about is None:
         error = click.ClickException(f"namespace {keyspace.namespace!r} does not exist")
-        return Answer({"namespaces": names, "summary": None}, lines, error)
+        return CommandAnswer({"namespaces": names, "summary": None}, lines, error)
     lines += [
         f"namespace   {about.namespace}: blocks of {counted(about.block_size, 'token')}, "
         f"{counted(about.shards, 'shard')}",
@@ -70,7 +70,7 @@ async def summary(redis: RedisClient, keyspace: Keyspace) -> Answer:
         *_workers_table(about.workers),
     ]
     plain = asdict(about) | {"workers": [_worker_dict(w) for w in about.workers]}
-    return Answer({"namespaces": names, "summary": plain}, lines)
+    return CommandAnswer({"namespaces": names, "summary": plain}, lines)
 
 
 def _worker_dict(worker: workers.WorkerStatus) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _workers_table(rows: list[workers.WorkerStatus]) -> list[str]:
 
 @inspect.command(cls=Command)
 @answering
-async def errors(redis: RedisClient, keyspace: Keyspace) -> Answer:
+async def errors(redis: RedisClient, keyspace: Keyspace) -> CommandAnswer:
     """Show what requests failed of lately, in the engines' own words, the latest first."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     now_ms, latest = await last_errors.read(redis, keyspace)
@@ -116,7 +116,7 @@ async def errors(redis: RedisClient, keyspace: Keyspace) -> Answer:
         for one in latest
     ]
     lines = text_table(head, rows, empty="no request failed lately")
-    return Answer([one.as_dict() for one in latest], lines)
+    return CommandAnswer([one.as_dict() for one in latest], lines)
 
 
 def _ago(ms: int) -> str:
@@ -126,7 +126,7 @@ def _ago(ms: int) -> str:
 @inspect.command(cls=Command)
 @click.argument("block", metavar="HASH", type=_Hash())
 @answering
-async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> Answer:
+async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> CommandAnswer:
     """Show who holds a block, given its sequence hash (16 hex digits)."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     everyone = await workers.everyone(redis, keyspace)
@@ -138,7 +138,7 @@ async def block(redis: RedisClient, keyspace: Keyspace, block: SequenceHash) -> 
     ]
     head = ("worker", "incarnation", "tier", "key")
     plain = [dict(zip(head, row, strict=True)) for row in rows]
-    return Answer(plain, text_table(head, rows, empty="no worker holds it"))
+    return CommandAnswer(plain, text_table(head, rows, empty="no worker holds it"))
 
 
 RESERVED_TEXT = (
@@ -150,7 +150,7 @@ RESERVED_TEXT = (
 @inspect.command(cls=Command)
 @click.argument("name", metavar="WORKER")
 @answering
-async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> Answer:
+async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> CommandAnswer:
     """Show a worker's lease, load, blocks, GPU and reservations, by its id or <id>:<dp_rank>."""
     ranks = await workers.worker(redis, keyspace, name)
     if not ranks:
@@ -168,7 +168,7 @@ async def worker(redis: RedisClient, keyspace: Keyspace, name: str) -> Answer:
     details = [
         line for w, more in zip(ranks, plain, strict=True) for line in _worker_lines(w, more)
     ]
-    return Answer(plain, [*_workers_table(ranks), *details])
+    return CommandAnswer(plain, [*_workers_table(ranks), *details])
 
 
 def _worker_lines(w: workers.WorkerStatus, more: Mapping[str, Any]) -> Iterator[str]:
@@ -219,7 +219,7 @@ async def prefix(
     text: bool,
     lora_name: str | None,
     cache_namespace: str | None,
-) -> Answer:
+) -> CommandAnswer:
     """Show how much of a prompt each worker holds."""
     tokens = list(file.read()) if text else _tokens(file)
     block_size = await namespaces.block_size(redis, keyspace)
@@ -238,7 +238,7 @@ async def prefix(
         f"{counted(len(tokens), 'token')}, {counted(len(chain), 'full block')} of {block_size}",
         *text_table(head, rows, empty="no worker holds its first block"),
     ]
-    return Answer({"full_blocks": len(chain), "overlaps": overlaps}, lines)
+    return CommandAnswer({"full_blocks": len(chain), "overlaps": overlaps}, lines)
 
 
 def _tokens(file: BinaryIO) -> list[int]:
@@ -262,7 +262,7 @@ def _tokens(file: BinaryIO) -> list[int]:
     help="Maximum number of index buckets to check.",
 )
 @answering
-async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int) -> Answer:
+async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int) -> CommandAnswer:
     """Check for contradictions; exit with status 1 if there are any."""
     found, extent = await verification.verify(redis, keyspace, max_buckets)
     if not found:
@@ -277,13 +277,13 @@ async def verify(redis: RedisClient, keyspace: Keyspace, max_buckets: int) -> An
         lines += [f"    {example}" for example in one.examples]
     plain = asdict(extent) | {"findings": [asdict(one) for one in found]}
     if found:
-        return Answer(plain, lines, click.exceptions.Exit(1))
-    return Answer(plain, [*lines, "no contradictions found"])
+        return CommandAnswer(plain, lines, click.exceptions.Exit(1))
+    return CommandAnswer(plain, [*lines, "no contradictions found"])
 
 
 @inspect.command(cls=Command)
 @answering
-async def waiting(redis: RedisClient, keyspace: Keyspace) -> Answer:
+async def waiting(redis: RedisClient, keyspace: Keyspace) -> CommandAnswer:
     """Show who waits for a worker, in the order of turns."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     queues = await flows(redis, keyspace)
@@ -292,7 +292,7 @@ async def waiting(redis: RedisClient, keyspace: Keyspace) -> Answer:
     ]
     head = ("tenant", "priority", "requests", "oldest")
     lines = text_table(head, rows, empty="no requests are waiting")
-    return Answer([asdict(flow) for flow in queues], lines)
+    return CommandAnswer([asdict(flow) for flow in queues], lines)
 
 
 @inspect.command(cls=Command)
@@ -304,7 +304,7 @@ async def waiting(redis: RedisClient, keyspace: Keyspace) -> Answer:
     help="How far back to count, from the latest decision kept.",
 )
 @answering
-async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float) -> Answer:
+async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float) -> CommandAnswer:
     """Show how often prefixes of prompts were requested, according to the decisions kept."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     records: list[DecisionRecord] = []
@@ -320,4 +320,4 @@ async def usage(redis: RedisClient, keyspace: Keyspace, window_s: float) -> Answ
         "a prefix is left out if a longer one was requested as often",
         *text_table(("last block", "blocks", "requests"), rows, empty="no prefixes are kept"),
     ]
-    return Answer({"decisions": len(records), "prefixes": prefixes}, lines)
+    return CommandAnswer({"decisions": len(records), "prefixes": prefixes}, lines)

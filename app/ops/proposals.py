@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from app.core.keys import Keyspace
-from app.ops.terminal import TIMEOUT_S, Answer, answering, text_table
+from app.ops.terminal import TIMEOUT_S, CommandAnswer, answering, text_table
 from app.options import POSITIVE, Command
 from app.state import planner
 from app.state.client import RedisClient
@@ -17,12 +17,12 @@ from app.state.connect import deadline
 @click.command(cls=Command)
 @click.option("--last", default=10, show_default=True, type=POSITIVE, help="Proposals to show.")
 @answering
-async def explain(redis: RedisClient, keyspace: Keyspace, last: int) -> Answer:
+async def explain(redis: RedisClient, keyspace: Keyspace, last: int) -> CommandAnswer:
     """Show the last proposals of the planner, and what they were made from, the newest first."""
     proposals = await planner.proposals(redis, keyspace, last)
     if not proposals:
         error = click.ClickException(f"no planner has proposed anything in {keyspace.namespace!r}")
-        return Answer([], [], error)
+        return CommandAnswer([], [], error)
     async with deadline(TIMEOUT_S):
         now_s, _ = await redis.time()
     ages = [f"{max(0, round(now_s - proposal['at_s']))} s" for proposal in proposals]
@@ -44,7 +44,7 @@ async def explain(redis: RedisClient, keyspace: Keyspace, last: int) -> Answer:
         titles = ("ago", "with workers", "requests", "within the SLO", "p99 TTFT, s", "from cache")
         lines += ["", "What the recorded decisions would have come to:", ""]
         lines += text_table(titles, rows)
-    return Answer(proposals, lines)
+    return CommandAnswer(proposals, lines)
 
 
 def _row(proposal: dict[str, Any]) -> tuple[Any, ...]:

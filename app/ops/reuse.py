@@ -16,7 +16,7 @@ from app.core.keys import Keyspace
 from app.core.sketch import ERROR
 from app.core.types import SequenceHash
 from app.ops import namespaces
-from app.ops.terminal import Answer, answering
+from app.ops.terminal import CommandAnswer, answering
 from app.options import Command
 from app.policy.decision import Step
 from app.policy.record import DecisionSummary
@@ -106,7 +106,7 @@ def _steps(counts: Counter[tuple[str, str]]) -> ReuseSteps:
 
 @click.command("funnel", cls=Command)
 @answering
-async def command(redis: RedisClient, keyspace: Keyspace) -> Answer:
+async def command(redis: RedisClient, keyspace: Keyspace) -> CommandAnswer:
     """Show how much of the prompts of the last hour was reused, and where the rest was lost."""
     await namespaces.block_size(redis, keyspace)  # raises if there is no such namespace
     said = await replicas.present(redis, keyspace)
@@ -119,7 +119,7 @@ async def command(redis: RedisClient, keyspace: Keyspace) -> Answer:
         for line in _picture(model, steps)
     ]
     nothing = f"no prompt was routed in the last hour by the {len(said)} replicas that tell"
-    return Answer(shown, lines or [nothing])
+    return CommandAnswer(shown, lines or [nothing])
 
 
 def _picture(model: str, steps: Mapping[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ TIMEOUT_S = 5.0
 COMMON = options(CommonSettings, without=("host", "log_level"))
 
 
-class Answer(NamedTuple):
+class CommandAnswer(NamedTuple):
     """An answer as JSON's types and as lines of text. error: raised once it is printed."""
 
     plain: Any
@@ -46,8 +46,8 @@ def on_redis(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
     return run
 
 
-def answering(command: Callable[..., Awaitable[Answer]]) -> Callable[..., None]:
-    """Runs `command` on Redis and prints its Answer, as JSON with --json."""
+def answering(command: Callable[..., Awaitable[CommandAnswer]]) -> Callable[..., None]:
+    """Runs `command` on Redis and prints its CommandAnswer, as JSON with --json."""
     run = on_redis(command)
 
     @wraps(command)

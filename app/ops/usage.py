@@ -10,7 +10,7 @@ import click
 
 from app.core.keys import Keyspace
 from app.core.usage import BY, HOUR_MS, UsageSums, Who, added_up, cached_share
-from app.ops.terminal import TIMEOUT_S, Answer, answering, text_table
+from app.ops.terminal import TIMEOUT_S, CommandAnswer, answering, text_table
 from app.options import Command
 from app.state import usage as stored
 from app.state.client import RedisClient
@@ -72,7 +72,7 @@ class _Since(click.ParamType[int]):
 @click.option("--by", type=click.Choice(tuple(BY)), default="key", help="What to add up by.")
 @click.option("--since", default="7d", type=_Since(), help="How far back: 12h, 7d.")
 @answering
-async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int) -> Answer:
+async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int) -> CommandAnswer:
     """Show how many requests and tokens each key, tenant or model has used.
 
     Routers add that up in the namespace that they are started with, for the models of all others,
@@ -81,7 +81,7 @@ async def usage(redis: RedisClient, keyspace: Keyspace, by: str, since: int) -> 
     found = await answer(redis, keyspace, by, since)
     head = (by, "requests", "failed", "refused", "prompt", "cached", "output", "waited")
     rows = [_line(row["name"], row) for row in found["rows"]]
-    return Answer(found, text_table(head, [*rows, _line("all", found["total"])]))
+    return CommandAnswer(found, text_table(head, [*rows, _line("all", found["total"])]))
 
 
 def _line(name: str, row: dict[str, Any]) -> Sequence[str]:

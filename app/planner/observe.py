@@ -67,7 +67,7 @@ class ObservedWorker:
     """Samples since the last proposal; empty: its load is not known."""
 
 
-class _Rank(NamedTuple):
+class _RankSample(NamedTuple):
     info: WorkerInfo
     load: WorkerLoad | None
     speed: Speed
@@ -117,13 +117,13 @@ class Observer:
             bool(infos)
             or any(f.oldest_s >= WAKES_AFTER_S for f in await flows(self._redis, self._keyspace))
         )
-        ranks_of: defaultdict[str, list[_Rank]] = defaultdict(list)
+        ranks_of: defaultdict[str, list[_RankSample]] = defaultdict(list)
         for inc, info in infos.items():
             measured, marks = self._fleet.measured(inc), snapshot.marks[inc]
             load = snapshot.loads.get(inc) or (Load() if marks else None)
             is_stale = measured.is_stale(snapshot.now_ms, len(infos))
             sampled = None if load is None or is_stale else _load(load, measured, snapshot.now_ms)
-            rank = _Rank(info, sampled, measured.speed, marks.is_out)
+            rank = _RankSample(info, sampled, measured.speed, marks.is_out)
             ranks_of[info.key.worker_id].append(rank)
         for name in self.workers_seen.keys() - ranks_of.keys():
             del self.workers_seen[name]

@@ -8,7 +8,7 @@ from prometheus_client import Counter as Counting
 
 from app.core.types import TierOverlap
 from app.ops.conditions import CONDITIONS, holding
-from app.ops.figures import Reading, Together, Window, read
+from app.ops.figures import CountWindow, Reading, Together, read
 from app.router.metrics import Telemetry
 
 
@@ -26,7 +26,7 @@ def routed(telemetry, times, seconds=0.0015):
 
 
 def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute():
-    telemetry, window = Telemetry(), Window()
+    telemetry, window = Telemetry(), CountWindow()
     said(telemetry, window, 0.0)
     routed(telemetry, 30)
     said(telemetry, window, 20.0)
@@ -44,7 +44,7 @@ def test_rates_are_of_the_last_seconds_and_localities_of_the_last_minute():
 def test_percentiles_are_of_all_replicas_together():
     figures = []
     for seconds in (0.0015, 0.15):
-        telemetry, window = Telemetry(), Window()
+        telemetry, window = Telemetry(), CountWindow()
         said(telemetry, window, 0.0)
         routed(telemetry, 100, seconds)
         figures.append(said(telemetry, window, 5.0))
@@ -74,7 +74,7 @@ def test_percentiles_are_of_all_replicas_together():
     ],
 )
 def test_figures_that_make_no_sense_count_for_nothing(figures):
-    telemetry, window = Telemetry(), Window()
+    telemetry, window = Telemetry(), CountWindow()
     said(telemetry, window, 0.0)
     routed(telemetry, 10)
     sound = said(telemetry, window, 5.0)
@@ -82,7 +82,7 @@ def test_figures_that_make_no_sense_count_for_nothing(figures):
 
 
 def test_an_alert_fires_by_the_figures_and_says_how_much():
-    telemetry, window = Telemetry(), Window()
+    telemetry, window = Telemetry(), CountWindow()
     said(telemetry, window, 0.0)
     assert list(holding(Together([said(telemetry, window, 1.0)]))) == []
     telemetry.degraded.inc(3)
@@ -102,7 +102,7 @@ def test_an_alert_fires_by_the_figures_and_says_how_much():
 def counted(*counts, ttft=(0, 0)):
     """What a replica tells that has counted these since its last reading. ttft: first tokens that
     came in time, and later."""
-    registry, window = CollectorRegistry(), Window()
+    registry, window = CollectorRegistry(), CountWindow()
     metrics = {}
     window.add(read(registry), 0.0)
     for name, labels, value in counts:
@@ -174,7 +174,7 @@ def test_endings_are_rates_and_of_models_and_workers():
 
 
 def test_what_an_engine_counted_before_it_was_seen_is_nothing_of_the_last_minute():
-    window = Window()
+    window = CountWindow()
     window.add(Reading(), 0.0)
     for second, failed in ((1.0, 7), (2.0, 7), (3.0, 9)):
         window.add(Reading(workers={"w:0": Counter(kv_failed=failed)}), second)
@@ -266,7 +266,7 @@ def test_a_condition_holds_above_its_threshold(counts, names):
 )
 def test_the_worst_of_each_worker_model_and_replica_is_named(gauge, name):
     most = next(one.threshold for one in CONDITIONS if one.name == name)
-    window = Window()
+    window = CountWindow()
     for value, found in ((most, []), (1.1 * most, [name])):
         window.add(Reading(gauges={gauge: value}), value)
         checks = [*holding(Together([window.figures(), window.figures()]))]
@@ -290,7 +290,7 @@ def test_workers_are_asked_for_only_where_those_there_are_busy():
 
 
 def test_no_share_is_told_of_a_few_requests():
-    telemetry, window = Telemetry(), Window()
+    telemetry, window = Telemetry(), CountWindow()
     said(telemetry, window, 0.0)
     routed(telemetry, 2, seconds=0.2)
     assert not [*holding(Together([said(telemetry, window, 1.0)]))]
