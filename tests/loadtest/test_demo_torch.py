@@ -3,27 +3,9 @@ import pytest
 from click.testing import CliRunner
 
 from loadtest import demo_torch
-from loadtest.devices import SIZES
 from loadtest.traces import VOCABULARY
 from tests.redis_servers import default_kind, require_redis
 from tests.workers.engines.torch.checkpoints import reference
-
-
-async def test_the_last_prompt_tried_counts_too(monkeypatch):
-    """Each prompt measures one tier, so three tiers take one prompt more than MAX_PROMPTS."""
-    tiers = iter(demo_torch.TIERS)
-
-    async def held(*_):
-        return {next(tiers): SIZES["cpu"].shared_tokens}
-
-    async def ttft_s(*_):
-        return [1.0]
-
-    monkeypatch.setattr(demo_torch, "MAX_PROMPTS", 2)
-    monkeypatch.setattr(demo_torch, "_held", held)
-    monkeypatch.setattr(demo_torch, "_ttft_s", ttft_s)
-    times = await demo_torch.measure_tiers("http://127.0.0.1:1", 1, SIZES["cpu"])
-    assert times == {"cold": [1.0] * 3, "device": [1.0], "host": [1.0], "disk": [1.0]}
 
 
 @pytest.mark.slow
