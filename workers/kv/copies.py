@@ -100,7 +100,7 @@ class Copies:
         assert self._disk is not None, "there is no disk tier"
         slots, into = checked_map(sources, self._disk.num_slots, targets, self._device.num_blocks)
         order = np.argsort(slots)
-        pieces = self._disk.pieces(slots[order], [generations[n] for n in order])
+        pieces = DiskPieces(self._disk, slots[order], [generations[n] for n in order])
         good = len(sources)
         for layers, later in pairwise([*self.groups, slice(0, 0)]):
             event = self._read(pieces, into[order], layers, later)

@@ -150,10 +150,6 @@ class SlotFile:
             return dict.fromkeys(range(len(slots)), error)
         return failed
 
-    def pieces(self, slots: Ids, generations: Sequence[int]) -> DiskPieces:
-        """Returns the blocks that `slots` were given in those generations, to be read in pieces."""
-        return DiskPieces(self, slots, generations)
-
     def _lock(self, folder: Path) -> None:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

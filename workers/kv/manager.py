@@ -4,11 +4,10 @@ Bookkeeping only: it plans what is to be copied (`Move`), and whoever does the c
 that ended. Nothing here waits, and nothing is half done: an operation that is not possible raises
 before it has changed anything.
 
-A slot whose block others can find is given away in steps, so that nobody is ever told of a block
-that is no longer there: `evict` chooses slots and plans to store their blocks further down;
-`withdraw` announces that the blocks go; `reclaim` frees the slots, once that has been heard. Until
-then a request may still call such a block back. So a request is only ever given slots that are
-already free, and whoever runs the manager keeps some free ahead of requests.
+A slot whose block others can find is given away in steps: `evict` chooses slots and plans to store
+their blocks further down; `withdraw` announces that the blocks go; `reclaim` frees the slots, once
+that has been heard. Until then a request may call such a block back. So requests only ever get
+slots that are already free, and whoever runs the manager keeps some free ahead of them.
 """
 
 from __future__ import annotations
@@ -74,12 +73,8 @@ class BlockManager:
         self.moves = Moves(self.tiers, self.events, max_storing)
         self._uses_before: OrderedDict[BlockIdentity, int] = OrderedDict()
         """Uses of the last blocks that went, at most as many blocks as the device has slots."""
-        self._idle = IdleBeforeEvict(now)
-
-    @property
-    def idle_before_evict_s(self) -> float:
+        self.idle = IdleBeforeEvict(now)
         """Seconds for which evicted blocks had gone unused, where no other tier held them."""
-        return self._idle.value_s
 
     # Requests
 
@@ -258,7 +253,7 @@ class BlockManager:
             block, since_s = block_of(slot), slot.idle_since_s
             self.tiers[eviction.tier].forget(slot)
             if not any(slots.find(block) for slots in self.tiers.values()):
-                self._idle.add(since_s)
+                self.idle.add(since_s)
         self.counts.evicted += len(leaving)
         return len(leaving)
 

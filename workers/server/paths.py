@@ -1,10 +1,7 @@
-"""A worker's HTTP interface: completions over token ids, in the format of the OpenAI API.
+"""The HTTP interface of a worker, with the path of completions, in the format of the OpenAI API.
 
-`POST /v1/completions` takes a JSON object with `prompt` (token ids; with a tokenizer, also text,
-and the answer then has text too; or a list of either), `stream_interval` (tokens per chunk after
-the first) and the other members of GENERATION; or, as `application/octet-stream`, the prompt in raw
-little-endian u32 with the other fields in the query. A body larger than the longest prompt that
-fits could need is not read to its end. A client that disconnects cancels its request.
+The load test sends prompts as `application/octet-stream`: raw little-endian u32, with the other
+fields in the query.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.workers.kv.words import named
 from workers.kv import disk_records
-from workers.kv.disk import SlotFile
+from workers.kv.disk import DiskPieces, SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.identity import hash_of
 
@@ -43,7 +43,7 @@ def read_all(file, slots, generation):
         return [], {}
     half = file.block_bytes // 2
     memory = [bytearray(file.block_bytes) for _ in slots]
-    pieces = file.pieces(np.array(slots, np.int64), [generation] * len(slots))
+    pieces = DiskPieces(file, np.array(slots, np.int64), [generation] * len(slots))
     for part, later in (slice(half), file.block_bytes - half), (slice(half, None), 0):
         pieces.read([memoryview(row)[part] for row in memory], later)
     return [*map(bytes, memory)], pieces.finish()

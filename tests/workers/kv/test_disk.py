@@ -31,7 +31,7 @@ from tests.workers.kv.disk_files import (
 from tests.workers.kv.full_disk import no_room_beyond
 from tests.workers.kv.words import named
 from workers.kv import disk
-from workers.kv.disk import SlotFile
+from workers.kv.disk import DiskPieces, SlotFile
 from workers.kv.disk_records import PAGE_BYTES, DiskBlock
 from workers.kv.identity import hash_of
 
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_detected(tmp_path):
 def test_a_block_overwritten_while_it_is_read_is_lost_and_its_successor_kept(tmp_path):
     with opened(tmp_path) as file:
         write(file, 2, 1, A, None, content(A))
-        pieces, half = file.pieces(np.array([2]), [1]), BLOCK_BYTES // 2
+        pieces, half = DiskPieces(file, np.array([2]), [1]), BLOCK_BYTES // 2
         pieces.read([memoryview(bytearray(half))], half)
         write(file, 2, 2, B, None, content(B))
         pieces.read([memoryview(bytearray(half))], 0)

@@ -124,7 +124,7 @@ def test_use_in_a_faster_tier_keeps_a_block_recent_in_a_slower_one():
     assert manager.match(chain("A")) == [HOST]
     assert manager.match(chain("X")) == []
     evict(manager, HOST, 1)
-    assert manager.idle_before_evict_s == pytest.approx(16 + (6 - 16) / 200)
+    assert manager.idle.value_s == pytest.approx(16 + (6 - 16) / 200)
 
 
 def test_eviction_for_a_request_spares_the_blocks_it_found():
@@ -157,15 +157,15 @@ def test_idle_before_evict_counts_only_blocks_that_left_their_last_tier():
     cached(manager, "AB")
     clock.now_s += 30
     evict(manager, DEVICE, 2)  # X and B
-    assert manager.idle_before_evict_s == 0
+    assert manager.idle.value_s == 0
     clock.now_s += 15
     evict(manager, HOST, 1)
     # X, last used 75 s ago, though stored there only 15 s ago.
-    assert manager.idle_before_evict_s == 75
+    assert manager.idle.value_s == 75
     manager.admission = AdmissionPolicy(min_uses=9)
     evict(manager, DEVICE, 1)
     # A, which is stored nowhere else: its 45 s count for one two-hundredth.
-    assert manager.idle_before_evict_s == pytest.approx(75 + (45 - 75) / 200)
+    assert manager.idle.value_s == pytest.approx(75 + (45 - 75) / 200)
 
 
 def test_a_block_is_found_until_it_is_reclaimed_and_may_be_called_back():

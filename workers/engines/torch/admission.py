@@ -8,7 +8,6 @@ from collections.abc import Container
 from dataclasses import replace
 
 from app.core.types import Tier
-from app.core.worker_report import Speed
 from app.simulation.speed import SpeedLearner
 from app.simulation.steps import EngineStep
 from workers.kv.manager import BlockManager
@@ -28,7 +27,7 @@ class AdaptiveAdmission:
 
     def __init__(self, chunk_tokens: int, block_size: int) -> None:
         self._block_size = block_size
-        self._learner = SpeedLearner(chunk_tokens)
+        self.learner = SpeedLearner(chunk_tokens)
         self._loaded_at: dict[Tier, float] = {}
         self._loads: dict[Tier, tuple[float, float]] = {}
         """Seconds and blocks of the last loads from each tier; older ones count less."""
@@ -40,23 +39,17 @@ class AdaptiveAdmission:
         if step.prefill_tokens:
             self._prefill_s = FORGET * self._prefill_s + step.duration_s
             self._prefill_tokens = FORGET * self._prefill_tokens + step.prefill_tokens
-        self._learner.observe(step, step.duration_s, for_others)
+        self.learner.observe(step, step.duration_s, for_others)
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        self._learner.observe_load(tier, num_blocks * self._block_size, seconds)
+        self.learner.observe_load(tier, num_blocks * self._block_size, seconds)
         self._loaded_at[tier] = time.monotonic()
         past_s, past_blocks = self._loads.get(tier, (0.0, 0.0))
         self._loads[tier] = LOAD_FORGET * past_s + seconds, LOAD_FORGET * past_blocks + num_blocks
 
-    def observe_transfer(self, num_tokens: int, seconds: float) -> None:
-        self._learner.observe_transfer(num_tokens, seconds)
-
     def compute_s(self, num_tokens: int) -> float:
         """Returns the seconds that a chunk of so many tokens takes; 0 until one was computed."""
         return num_tokens * self._prefill_s / max(1.0, self._prefill_tokens)
-
-    def speed(self) -> Speed:
-        return self._learner.speed()
 
     async def revise_forever(self, manager: BlockManager) -> None:
         """Ensures that blocks are loaded, and so stored, only if that is faster than computing."""
@@ -71,7 +64,7 @@ class AdaptiveAdmission:
         now = time.monotonic()
         for tier in [t for t, at in self._loaded_at.items() if now - at >= TIER_RETRIED_S]:
             # What it was like long ago must not keep it from being tried again.
-            self._learner.discount_loads(tier)
+            self.learner.discount_loads(tier)
             del self._loaded_at[tier], self._loads[tier]
         return replace(
             policy,

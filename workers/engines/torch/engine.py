@@ -180,11 +180,11 @@ class TorchEngine:
             num_requests_waiting=len(self._waiting),
             gpu_cache_usage_perc=used / device.num_slots,
             gpu_prefix_cache_hit_rate=self._prefills.hit_rate.value,
-            kv_idle_before_evict_s=self._manager.idle_before_evict_s,
+            kv_idle_before_evict_s=self._manager.idle.value_s,
         )
 
     def speed(self) -> Speed:
-        return self._admission.speed()
+        return self._admission.learner.speed()
 
     def block_events(self) -> dict[str, int]:
         return {

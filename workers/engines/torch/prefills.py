@@ -160,7 +160,7 @@ class Prefills:
         sequence.prefilled += num_tokens
         self._register(sequence)
         if arrival.num_good == arrival.num_blocks:
-            self._admission.observe_transfer(num_tokens, arrival.seconds)
+            self._admission.learner.observe_transfer(num_tokens, arrival.seconds)
 
     def _register(self, sequence: TokenSequence) -> None:
         """Offers the whole chunks that are there for reuse.
