@@ -130,44 +130,34 @@ async def test_a_worker_that_redis_does_not_suit_gives_its_disk_back(
     host(settings).close()
 
 
-def test_blocks_on_disk_are_not_shared_between_kinds_of_gpu(monkeypatch):
-    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
-    shape = model.kv_shape(16)
-
-    def fingerprint(device, name):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-        model.device = torch.device(device)
-        return fingerprint_of(SETTINGS, model, shape, "tiny")
-
-    assert fingerprint("cuda", "NVIDIA H100") == fingerprint("cuda:1", "NVIDIA H100")
-    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cuda", "NVIDIA A100")
-    assert fingerprint("cuda", "NVIDIA H100") != fingerprint("cpu", "NVIDIA H100")
-
-
-def test_blocks_on_disk_are_not_reused_by_another_release(monkeypatch):
-    model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
-    shape = model.kv_shape(16)
-    before = fingerprint_of(SETTINGS, model, shape, "tiny")
-    assert fingerprint_of(SETTINGS, model, shape, "tiny") == before
-    monkeypatch.setattr("workers.engines.torch.tiers.version", lambda _: "9.9")
-    assert fingerprint_of(SETTINGS, model, shape, "tiny") != before
-
-
 def test_blocks_on_disk_are_not_reused_once_anything_changes_that_decides_their_bits(
     tmp_path, monkeypatch
 ):
     model = Llama.random(SIZES["tiny"], seed=0, dtype=torch.float32, device="cpu")
-    shape = model.kv_shape(16)
-    found = {fingerprint_of(SETTINGS, model, shape, "tiny")}
-    found.add(fingerprint_of(replace(SETTINGS, prefill_chunk=512), model, shape, "tiny"))
-    found.add(fingerprint_of(SETTINGS, model, replace(shape, tp_size=2), "tiny"))
-    found.add(fingerprint_of(SETTINGS, model, shape, "another"))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 99)
-        found.add(fingerprint_of(SETTINGS, model, shape, "tiny"))
-    model.config = replace(model.config, rope_theta=1.0)
-    found.add(fingerprint_of(SETTINGS, model, shape, "tiny"))
-    assert len(found) == 6
+    is_now = {"settings": SETTINGS, "shape": model.kv_shape(16), "identity": "tiny"}
+    is_now |= {"config": model.config, "device": "cpu", "gpu": "H100", "threads": 1, "release": "1"}
+
+    def fingerprint(**changes):
+        now = is_now | changes
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: now["gpu"])
+        monkeypatch.setattr(torch, "get_num_threads", lambda: now["threads"])
+        monkeypatch.setattr("workers.engines.torch.tiers.version", lambda _: now["release"])
+        model.device, model.config = torch.device(now["device"]), now["config"]
+        return fingerprint_of(now["settings"], model, now["shape"], now["identity"])
+
+    assert fingerprint(gpu="A100") == fingerprint()
+    assert fingerprint(device="cuda") == fingerprint(device="cuda:1")
+    others = (
+        {"settings": replace(SETTINGS, prefill_chunk=512)},
+        {"shape": replace(is_now["shape"], tp_size=2)},
+        {"identity": "another"},
+        {"threads": 99},
+        {"config": replace(model.config, rope_theta=1.0)},
+        {"release": "9.9"},
+        {"device": "cuda"},
+        {"device": "cuda", "gpu": "A100"},
+    )
+    assert len({fingerprint(), *(fingerprint(**other) for other in others)}) == 1 + len(others)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("")
         before = identity_of(tmp_path)
