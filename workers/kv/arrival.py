@@ -45,7 +45,7 @@ class Arrival:
     each change, by the thread that makes it. Calls may come from any thread.
     """
 
-    def __init__(self, num_blocks: int, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, num_blocks: int, on_change: Callable[[], object] = lambda: None) -> None:
         self.num_blocks = self.num_good = num_blocks
         self.share = 0.0
         self.ended = False

@@ -1,9 +1,7 @@
 """A worker's KV cache, which carries out what the block manager plans and reports it to the agent.
 
-The index must be right about each block: a block is stored there only when its copy is complete,
-and removed before its slot is given away. So slots are freed ahead of the requests that will need
-them, by one task per tier: blocks worth keeping are stored further down, then all are withdrawn,
-and their slots are freed once Redis has heard of that.
+The index is told of a block when its copy is complete, and of its end before its slot is given
+away. So one task per tier frees slots ahead of the requests that will need them.
 
 Copies run in threads, several for each tier that is loaded from and one for each that is stored to:
 a slow disk delays neither a load from host memory nor a block that leaves the device.
@@ -257,7 +255,7 @@ class BlockCache:
     def _go_on(self) -> None:
         """Starts planned moves, publishes what has changed, and wakes those who wait for room."""
         assert self._tasks is not None, "the cache does not run"
-        notice = partial(_from_thread, asyncio.get_running_loop(), self._on_arrival)
+        notice = partial(asyncio.get_running_loop().call_soon_threadsafe, self._on_arrival)
         for move in self.manager.moves.take_planned():
             move.arrival.on_change = notice
             self._copies[move] = self._tasks.create_task(self._copy(move))
@@ -269,7 +267,3 @@ class BlockCache:
     def _notice(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(call)

@@ -120,7 +120,10 @@ def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
         taken, given = source_ids[at : at + step], target_ids[at : at + step]
         staged = _slots(source, taken)
         if staged is None or not staged.is_contiguous() or (to_device and not staged.is_pinned()):
-            staged = _gathered(source, taken, pin=to_device)
+            shape = len(taken), *source.shape[1:]
+            staged = source.new_empty(shape, pin_memory=to_device)
+            chosen = torch.from_numpy(taken).to(source.device)
+            torch.index_select(source, 0, chosen, out=staged)
         slots = _slots(target, given)
         if slots is not None and (slots.is_cuda or slots.is_contiguous()):
             slots.copy_(staged, non_blocking=True)
@@ -131,12 +134,6 @@ def copy_gathered(source: Tensor, target: Tensor, source_ids: Ids, target_ids: I
             target.numpy()[given] = moved.numpy()
         else:
             target.index_copy_(0, torch.from_numpy(given).to(target.device), moved)
-
-
-def _gathered(source: Tensor, ids: Ids, *, pin: bool) -> Tensor:
-    shape = (len(ids), *source.shape[1:])
-    gathered = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=pin)
-    return torch.index_select(source, 0, torch.from_numpy(ids).to(source.device), out=gathered)
 
 
 COPIERS: dict[str, Copier] = {

@@ -27,15 +27,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from app.core.errors import BlockLost, ConfigError
-from workers.kv.disk_records import (
-    PAGE_BYTES,
-    VOID,
-    DiskBlock,
-    DiskIndex,
-    Ids,
-    read_at,
-    write_at,
-)
+from workers.kv.disk_records import PAGE_BYTES, VOID, DiskBlock, DiskIndex, Ids, read_at, write_at
 from workers.kv.identity import hash_of
 
 log = logging.getLogger(__name__)

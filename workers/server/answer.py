@@ -20,7 +20,6 @@ from workers.engines.base import (
     TextStream,
     Tokenizer,
 )
-from workers.kv.transfer.tcp import BlockSource
 from workers.server.members import KEEP_S, MAX_CHOICES, PARAMS, GenerationOptions, params_of
 
 LONG_OUTPUT_TOKENS = 1024
@@ -120,7 +119,7 @@ class Writer:
         ends: bool = False,
         most_cached: int | None = None,
     ) -> None:
-        self._generation = engine.complete(request, stream_interval=stream_interval)
+        self.generation = engine.complete(request, stream_interval=stream_interval)
         self._prompt_tokens = len(request.prompt) // 4
         self._text = text
         self._stops = StopStrings(stops)
@@ -130,11 +129,11 @@ class Writer:
         self.finished: Finished | None = None
 
     def cancel(self) -> None:
-        self._generation.cancel()
+        self.generation.cancel()
 
     async def pieces(self, index: int) -> AsyncIterator[Piece]:
         """Raises EngineStoppedError if the engine stops before the request is complete."""
-        async for output in self._generation:
+        async for output in self.generation:
             is_last = output.finished is not None
             if len(output.token_ids) < LONG_OUTPUT_TOKENS:
                 text, num_tokens = self._read(output.token_ids, is_last)
@@ -146,10 +145,6 @@ class Writer:
             if self._stops.stop is not None:
                 self.cancel()
                 break
-
-    @property
-    def kept(self) -> BlockSource | None:
-        return self._generation.kept
 
     def usage(self) -> ServedTokens:
         cached = None if self.finished is None else _by_tier(self.finished, self._most_cached)
@@ -225,7 +220,7 @@ class AnswerChoices:
             choices[piece.index] = Piece(piece.index, text, token_ids, piece.finish_reason)
         usage = self._usage()
         members = self._form.whole([choices[index] for index in sorted(choices)], usage)
-        if kept := self._writers[0].kept:
+        if kept := self._writers[0].generation.kept:
             members[PARAMS] = params_of(kept, sum((usage.cached_tokens or {}).values()))
         return orjson.dumps(members)
 

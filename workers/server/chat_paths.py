@@ -15,13 +15,7 @@ from app.http.json_body import JsonBody
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Renderer, TooManyTokens, Unrenderable, load
 from workers.engines.base import Tokenizer
-from workers.server.answer import (
-    NATURAL_TOKENS,
-    AnswerChoices,
-    ServedEngine,
-    now_s,
-    written,
-)
+from workers.server.answer import NATURAL_TOKENS, AnswerChoices, ServedEngine, now_s, written
 from workers.server.completions import ChatForm
 from workers.server.members import GENERATION, PARAMS, check_members, count, generated
 from workers.server.paths import WorkerApp, decoded, encoded, hand_on, respond

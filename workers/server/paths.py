@@ -22,27 +22,14 @@ from app.core.errors import InvalidRequest, PromptTooLarge, Unauthorized, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
 from app.http.client import EVENTS, JSON, ClientStalled, Exchange, Route, routed
-from app.http.errors import (
-    INTERNAL,
-    OF_ALL_SERVERS,
-    OVERLOADED,
-    Dialect,
-    ErrorTable,
-    Meaning,
-)
+from app.http.errors import INTERNAL, OF_ALL_SERVERS, OVERLOADED, Dialect, ErrorTable, Meaning
 from app.http.json_body import JsonBody
 from app.http.keys import HEALTH, METRICS, Keys
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, TokenizerThreads
 from workers.engines.base import EngineStoppedError, QueueFullError, Tokenizer
 from workers.metrics import registry_of
-from workers.server.answer import (
-    STOPPING,
-    AnswerChoices,
-    ServedEngine,
-    check_travels,
-    written,
-)
+from workers.server.answer import STOPPING, AnswerChoices, ServedEngine, check_travels, written
 from workers.server.completions import CompletionForm
 from workers.server.members import (
     GENERATION,

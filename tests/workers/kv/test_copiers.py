@@ -14,14 +14,7 @@ from torch import Tensor
 from tests.workers.kv.pools import MAPS, NUM_BLOCKS, ODD, SMALL, WIDE, moved, pool_of
 from workers.kv import copiers
 from workers.kv.copiers import COPIERS, IN_HOST_MEMORY, WITH_DEVICE, PoolCopier
-from workers.kv.memory import (
-    WORD_BYTES,
-    CudaStream,
-    HostStream,
-    MemoryPool,
-    host_pool,
-    new_stream,
-)
+from workers.kv.memory import WORD_BYTES, CudaStream, HostStream, MemoryPool, host_pool, new_stream
 
 CONTIGUOUS_TARGETS = "packed", "all", "one"
 

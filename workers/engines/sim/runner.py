@@ -14,12 +14,7 @@ from app.simulation.engine import SimEngine
 from app.simulation.running import Received
 from app.simulation.speed import SpeedLearner, sped_up
 from app.simulation.steps import Finished, SimRequest
-from workers.engines.base import (
-    CompletionRequest,
-    EngineStoppedError,
-    Generation,
-    QueueFullError,
-)
+from workers.engines.base import CompletionRequest, EngineStoppedError, Generation, QueueFullError
 from workers.engines.sim.transfer import SimTransfer
 from workers.kv.transfer.tcp import BlockSource
 

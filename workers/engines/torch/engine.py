@@ -20,12 +20,7 @@ from app.core.errors import InvalidRequest
 from app.core.types import Tier
 from app.core.worker_report import ForwardPassMetrics, Speed
 from app.simulation.steps import Finished
-from workers.engines.base import (
-    CompletionRequest,
-    EngineStoppedError,
-    Generation,
-    QueueFullError,
-)
+from workers.engines.base import CompletionRequest, EngineStoppedError, Generation, QueueFullError
 from workers.engines.torch.admission import AdaptiveAdmission
 from workers.engines.torch.forward import ForwardPasses
 from workers.engines.torch.llama import Llama

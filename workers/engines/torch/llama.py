@@ -19,12 +19,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from app.core.errors import ConfigError
-from workers.engines.torch.attention import (
-    Attend,
-    chunk_attention,
-    groups_of,
-    tokens_attention,
-)
+from workers.engines.torch.attention import Attend, chunk_attention, groups_of, tokens_attention
 from workers.engines.torch.llama_config import SIZES, LlamaConfig, read_json
 from workers.kv.memory import KVShape
 

@@ -19,12 +19,7 @@ from app.core.worker_report import DEFAULT_SPEED
 from app.simulation.steps import PromptTooLargeError
 from tests.eventually import eventually
 from tests.workers.kv.cache_model import FakePublisher
-from workers.engines.base import (
-    CompletionRequest,
-    EngineStoppedError,
-    QueueFullError,
-    Sampling,
-)
+from workers.engines.base import CompletionRequest, EngineStoppedError, QueueFullError, Sampling
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.llama import SIZES, Llama
 from workers.engines.torch.sequence import TokenSequence

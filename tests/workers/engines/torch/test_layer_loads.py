@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from app.core.types import Tier
-from tests.workers.engines.torch.test_engine import (
-    MODEL,
-    Spy,
-    alone,
-    output_of,
-    prompt_of,
-    running,
-)
+from tests.workers.engines.torch.test_engine import MODEL, Spy, alone, output_of, prompt_of, running
 from tests.workers.engines.torch.test_soak import soak
 from tests.workers.kv.disk_files import flip
 from tests.workers.kv.late_stream import LateEvent, LateStream
