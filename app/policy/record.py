@@ -26,7 +26,6 @@ from app.policy.cost import (
     POLICIES,
     SHARED_TERM,
     Candidates,
-    CostFunction,
     Costs,
     Floats,
     RequestSize,
@@ -58,19 +57,6 @@ class ChoiceInputs:
     eligible: Sequence[bool]
     affinity: Affinity | None = None
     others: dict[str, Floats] = field(default_factory=dict)
-
-    def priced(self, cost: CostFunction) -> CostFunction:
-        """Returns `cost` plus what the request's session was worth and the terms that do not follow
-        from the candidates."""
-        mine = cost if self.affinity is None else discounted(cost, self.affinity)
-        if not self.others:
-            return mine
-
-        def with_others(candidates: Candidates, size: RequestSize) -> Costs:
-            costs = mine(candidates, size)
-            return Costs(sum(self.others.values(), costs.cost), costs.terms | self.others)
-
-        return with_others
 
 
 Count = Annotated[int, Meta(ge=0)]
@@ -128,9 +114,13 @@ class DecisionRecord(DecisionSummary, kw_only=True):
     def costs(self) -> Costs:
         """Costs that the decision was made by. Raises AssertionError for a record without
         `seen`."""
-        assert self.seen is not None
-        cost = self.seen.priced(POLICIES[self.policy].cost)
-        return cost(self.seen.candidates, self.size)
+        seen = self.seen
+        assert seen is not None
+        cost = POLICIES[self.policy].cost
+        if seen.affinity is not None:
+            cost = discounted(cost, seen.affinity)
+        costs = cost(seen.candidates, self.size)
+        return Costs(sum(seen.others.values(), costs.cost), costs.terms | seen.others)
 
 
 def record_of(

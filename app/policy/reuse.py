@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from app.policy.choose import has_room
 from app.policy.decision import Decision, Lost, Step
 from app.policy.locality import Locality
 from app.policy.transfer import TransferKind
@@ -89,20 +90,12 @@ def _reached(plan: Plan) -> tuple[int, int, int]:
     held = max(chosen, query.held.longest)
     if decision.locality not in NO_ROOM:
         return held, held, chosen
-    best = chosen
+    best, able = chosen, plan.who.targets & has_room(plan.candidates, plan.size)
     for members, overlap in query.held.groups():
-        if overlap.total > best and any(_has_room(plan, view.position(inc)) for inc in members):
+        places = map(view.position, members)
+        if overlap.total > best and any(at is not None and able[at] for at in places):
             best = overlap.total
     return held, best, chosen
-
-
-def _has_room(plan: Plan, at: int | None) -> bool:
-    if at is None:
-        return False
-    candidates = plan.candidates
-    pool = candidates.kv_total_blocks[at]
-    is_full = candidates.active_requests[at] >= candidates.max_requests[at]
-    return bool(plan.who.targets[at] and not is_full and not 0 < pool < plan.decision.isl_blocks)
 
 
 def _why_not_best(decision: Decision) -> str:
