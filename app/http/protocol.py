@@ -28,22 +28,37 @@ from app.http.held import HELD, HeldBodies, HeldBody
 
 
 class LingeringTransport:
-    """Transport whose `close` lets the client read the answer first, though it still sends."""
+    """Transport that sends what is written in one turn of the event loop at once: a head with the
+    piece behind it. Its `close` lets the client read the answer first, though it still sends."""
 
     def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
         self._transport = transport
         self._protocol = protocol
         self._ended = False
+        self._loop = asyncio.get_running_loop()
+        self._unsent: list[bytes] = []
         self.write: Callable[[bytes], object] = self._write
-        self.abort = transport.abort
+
+    def abort(self) -> None:
+        self._unsent.clear()
+        self._transport.abort()
 
     def _write(self, data: bytes) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(data)
+        if len(data) > MAX_JOINED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
         # uvloop raises if the connection was reset or aborted, of which uvicorn learns a moment
         # later.
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        if unsent and not self._transport.is_closing():
+            self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
     def close(self) -> None:
+        self.flush()
         if self._protocol.is_receiving and not self._ended:
             self._protocol.linger()
         elif not self._ended:
@@ -51,6 +66,7 @@ class LingeringTransport:
 
     def end(self) -> None:
         """Sends what is written and no more, and goes on reading."""
+        self.flush()
         self._ended = True
         # The application may still answer a request that was refused half-way.
         self.write = lambda _: None
@@ -71,6 +87,8 @@ class LingeringTransport:
 
 log = logging.getLogger(__name__)
 
+MAX_JOINED_BYTES = 16 * 1024
+"""Bytes of a piece that is sent at once, with what was written before it."""
 MAX_HEAD_BYTES = 64 * 1024
 """Bytes of a request's line and headers together; also of what frames its body: trailers, and
 extensions of chunks."""
@@ -356,13 +374,15 @@ class Protocol(HttpToolsProtocol):
     async def until_taken(self, stalled_s: float) -> None:
         """Returns once the client has taken nearly all that was written, or is gone. Raises
         TimeoutError if it takes nothing for so long."""
+        transport: Any = self.transport
+        transport.flush()
         while self.flow.write_paused:
-            left = self.transport.get_write_buffer_size()
+            left = transport.get_write_buffer_size()
             try:
                 async with asyncio.timeout(stalled_s):
                     await self.flow.drain()
             except TimeoutError:
-                if self.transport.get_write_buffer_size() >= left:
+                if transport.get_write_buffer_size() >= left:
                     raise
 
     def _cut(self, cycle: Any) -> None:

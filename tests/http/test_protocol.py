@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from app.http import protocol
 from app.http.client import watched
-from app.http.protocol import MAX_HEAD_BYTES, Connections
+from app.http.protocol import MAX_HEAD_BYTES, MAX_JOINED_BYTES, Connections, LingeringTransport
 from app.http.server import listen, serve
 
 Answer = tuple[int, Any]
@@ -342,3 +343,16 @@ async def test_one_that_ended_its_sending_and_then_resets_the_connection_is_gone
         await app.begun.wait()
         writer.transport.abort()
         await app.gone.wait()
+
+
+async def test_what_is_written_in_one_turn_of_the_loop_is_sent_at_once():
+    sent = []
+    below = SimpleNamespace(write=sent.append, is_closing=lambda: False)
+    transport = LingeringTransport(below, None)
+    transport.write(b"head ")
+    transport.write(b"piece")
+    assert sent == []
+    await asyncio.sleep(0)
+    transport.write(b"end")
+    transport.write(b"x" * (MAX_JOINED_BYTES + 1))
+    assert sent == [b"head piece", b"end" + b"x" * (MAX_JOINED_BYTES + 1)]
