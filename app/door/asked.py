@@ -163,7 +163,7 @@ def _reads_cache(api: Api, fields: Mapping[str, Any]) -> bool:
 
 
 def _session(fields: Mapping[str, Any]) -> object:
-    """The session that the body names, or what clients of OpenAI name instead."""
+    """Returns the session that the body names, or what clients of OpenAI name instead."""
     key = fields.get("prompt_cache_key")
     if fields.get("session_id") is not None:
         return fields["session_id"]
@@ -194,7 +194,8 @@ def _salt(value: object) -> str:
 
 
 def given_ids(prompt: object) -> NDArray[np.uint32] | None:
-    """The ids that a client gives as its prompt; None: it gives text. Raises InvalidRequest."""
+    """Returns the ids that a client gives as its prompt; None if it gives text. Raises
+    InvalidRequest."""
     if not isinstance(prompt, np.ndarray):
         return None
     if (
@@ -241,7 +242,7 @@ def prompt_sizes(api: Api, fields: Mapping[str, Any]) -> list[int]:
 
 
 def _sizes(prompts: object) -> list[int]:
-    """One size for a list of numbers, or for what is no list."""
+    """Returns one size for a list of numbers, or for what is no list."""
     listed = prompts if isinstance(prompts, list) else [prompts]
     return [
         4 * len(one)
@@ -286,7 +287,7 @@ def check_answerable(api: Api, fields: Mapping[str, Any]) -> None:
 
 
 def _number(value: object) -> float:
-    """Not a number: what is none."""
+    """Returns a member as a number; NaN if it is none."""
     try:
         return float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
@@ -334,5 +335,6 @@ def ids_field(api: Api, engine: str) -> str:
 
 
 def returns_ids(engine: str) -> bool:
-    """Whether its events name the ids of their tokens if `return_token_ids` asks for them."""
+    """Whether an engine's events name the ids of their tokens if `return_token_ids` asks for
+    them."""
     return engine.startswith(("vllm", "kvroute"))

@@ -58,7 +58,7 @@ _RATE_LIMIT = replace(BACK_PRESSURE, counts=Counts.CALLER)
 
 
 def takes_no_more(failure: Failure) -> bool:
-    """Whether it is none, but that the worker takes no more for now."""
+    """Whether the worker is only full (429, or 503 with Retry-After) and has not failed."""
     return failure.weight == 0.0
 
 
@@ -77,11 +77,9 @@ def of_status(
     model: str = "",
     missing_path: str = "",
 ) -> Failure | None:
-    """How an answer with that status fails; None: it does not, or that is the request's own fault.
-
-    headers: of the answer, names in lower case. model: that was asked for. missing_path: the
-    engine says that it does not have this path; "": it says nothing of the kind.
-    """
+    """Returns the Failure of a status; None if it is none, or the request's own fault. headers: of
+    the answer, names in lower case. model: that was asked for. missing_path: that the engine says
+    it lacks; "" if it says nothing of the kind."""
     after_s = _retry_after_s(headers)
     if status in _OVERLOADED or (status == 503 and after_s is not None):
         pressure = _RATE_LIMIT if status == 429 else BACK_PRESSURE
@@ -175,7 +173,7 @@ def of_break(cause: str, *, is_late: bool, is_whole: bool) -> Failure | None:
 
 
 def _retry_after_s(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
-    """None: the answer says none. A date counts as a second."""
+    """Returns the seconds of Retry-After, one for a date; None if the answer has none."""
     said = next((value for name, value in headers if name == b"retry-after"), None)
     if said is None:
         return None
@@ -200,7 +198,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def type_in(headers: Headers) -> bytes:
-    """The content type; b"": none is said. headers: names in lower case."""
+    """Returns the content type; b"" if there is none. headers: names in lower case."""
     said = next((value for name, value in headers if name == b"content-type"), b"")
     return said.partition(b";")[0].strip().lower()
 
@@ -218,10 +216,9 @@ def _is_binary(headers: Headers) -> bool:
 def failure_of(
     status: int, headers: Headers, body: bytes, *, model: str, path: str, is_all: bool
 ) -> Failure | None:
-    """How it fails; None: it does not, or that is the request's own fault.
-
-    body: its beginning. model, path: that were asked for. is_all: whether the body is whole.
-    """
+    """Returns the Failure of an answer that is not in events; None if it is none, or the request's
+    own fault. body: its beginning. model, path: that were asked for. is_all: whether the body is
+    whole."""
     if status != 200:
         missing_path = path if blame.is_path_missing(status, body) else ""
         return blame.of_status(status, headers, model=model, missing_path=missing_path)
@@ -261,7 +258,8 @@ def _failure_in(body: bytes, member: str) -> Failure | None:
 
 
 def status_of(body: bytes) -> int:
-    """The status that an answer with status 200 should have had: 200, unless it tells an error."""
+    """Returns the status that an answer with status 200 should have had: 200, unless it tells an
+    error."""
     if len(body) > MAX_PARSED_BYTES or not any(name in body for name in _OF_ERRORS):
         return 200
     fields: Any = None

@@ -41,7 +41,7 @@ class Model:
         return self.router.fleet.failed_shares(*names)
 
     def failed(self, path: str) -> Set[WorkerKey]:
-        """The workers that failed that path, and have not answered there since."""
+        """Returns the workers that failed that path, and have not answered there since."""
         return self.router.fleet.marked(LACKS + path)
 
     @property

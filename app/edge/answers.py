@@ -315,7 +315,7 @@ class Workers(BaseModel):
 
 
 def workers(view: View, values: Mapping[str, float]) -> Workers:
-    """values: by worker ids, see LiveWorker.unique_value_s."""
+    """Returns all workers. values: by worker ids, see LiveWorker.unique_value_s."""
     live = [
         {
             **_name(info.key),

@@ -280,7 +280,7 @@ class Application(FastAPI):
             await self._answer(scope, receive, send)
 
     async def _answer_else(self, client: Client) -> None:
-        """Answer at a path with parameters, or to OPTIONS. Raises HTTPException, which names the
+        """Answers at a path with parameters, or to OPTIONS. Raises HTTPException, which names the
         path that was meant."""
         scope, path = client.scope, client.scope["path"]
         at_path = [one for one in self._paths if one.matches(scope)[0] is not Match.NONE]

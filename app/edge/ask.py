@@ -43,11 +43,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse(model: type[M], raw: bytes) -> tuple[M, bytes | None]:
-    """The body; and its `token_ids`, as from `token_bytes`, if they are not in the body.
+    """Returns a body, and its `token_ids` as `token_bytes` makes them, if they are not in the body.
 
-    simdjson writes an array of numbers into a buffer, without an object for each. That takes half
-    the time of the fastest parser that makes objects, and a fifth of pydantic's. pydantic gets the
-    other fields, and the whole body if that is not plainly valid, as it knows how to report why.
+    simdjson writes an array of numbers into a buffer, without an object for each: half the time of
+    the fastest parser that makes objects, and a fifth of pydantic's. pydantic gets the other
+    fields, and the whole body if that is not plainly valid, as it knows how to report why.
     """
     # Only objects; and simdjson would accept a byte order mark and read on.
     if numbers.simdjson is not None and raw.startswith(b"{"):
@@ -105,16 +105,14 @@ def request_of(
     came_ms: int | None = None,
     **options: Any,
 ) -> RouteRequest:
-    """A request by who asks it: as its body or query says, else as headers do, which proxies may
-    set: those that do not fit refuse nobody. Its chain is still to be made. options: as in
-    RouteRequest.
+    """Returns a request without its chain, by who asks: as its body or query says, else as headers
+    do, which proxies may set, and which refuse nobody if they do not fit.
 
-    key_name: of the key that it came with: without another, that is its tenant, so that keys take
-    turns. rules: of that key; None: it may ask for anything. came_ms: when it came in, by the Redis
-    clock, unless x-request-start tells when it was sent.
-    x-balancer-id: in it a balancer names each request that it takes, and repeats the name if it
-    sends that request again to another replica. Raises InvalidRequest for what is no header, and
-    NotAllowed.
+    key_name: of its key, which is its tenant if no other is named, so that keys take turns. rules:
+    of that key; None: it may ask for anything. came_ms: when it came in, by the Redis clock, unless
+    x-request-start tells when it was sent. options: of RouteRequest. A balancer names each request
+    in x-balancer-id, and repeats the name if it sends that request again to another replica. Raises
+    InvalidRequest for what is no header, and NotAllowed.
     """
     own = fitting_id(key_name, TENANT_ID, "name of a key")
     named = _id(headers, b"x-tenant-id", "tenant", tenant, TENANT_ID) or own
@@ -178,18 +176,18 @@ def _tenant(rules: KeyRules, named: str, own: str) -> str:
 
 
 def _session_header(headers: Mapping[bytes, bytes]) -> bytes:
-    """The first that names a session."""
+    """Returns the first header that names a session."""
     return next(filter(headers.__contains__, SESSIONS), SESSIONS[0])
 
 
 def request_id_in(headers: Mapping[bytes, bytes]) -> str:
-    """The id that the client, or a balancer, gives a request, or else a new one."""
+    """Returns the id that the client, or a balancer, gives a request, or else a new one."""
     given = _id(headers, b"x-request-id", "request_id", None, REQUEST_ID)
     return given or f"req-{new_id()}"
 
 
 def fitting_id(value: str, pattern: re.Pattern[str], name: str) -> str:
-    """`value`, which names something; one that does not fit, by its hash, so that equal ones stay
+    """Returns `value`, which names something; if it does not fit, its hash, so that equal ones stay
     equal. name: where it is from, for the log."""
     if not value or pattern.fullmatch(value):
         return value
@@ -204,7 +202,7 @@ def _id(
     given: object,
     pattern: re.Pattern[str],
 ) -> str:
-    """ "" for none."""
+    """Returns an id; "" if none is given."""
     if given is None:
         value = headers.get(header)
         return fitting_id(value.decode("latin-1"), pattern, header.decode()) if value else ""
@@ -242,14 +240,14 @@ _seen_unfit: set[str] = set()
 
 
 def _unfit(name: str, what: str) -> None:
-    """Say once that values of a header do not fit."""
+    """Logs once that values of a header do not fit."""
     if name not in _seen_unfit:
         _seen_unfit.add(name)
         log.warning("a value of %s does not fit, and is %s; so are later ones", name, what)
 
 
 def options_in_query(query: QueryParams) -> schemas.RouteOptions:
-    """The options that accompany raw tokens. Raises ValidationError."""
+    """Returns the options that accompany raw tokens. Raises ValidationError."""
     fields: dict[str, Any] = dict(query)
     if "exclude" in fields:
         fields["exclude"] = query.getlist("exclude")
@@ -257,7 +255,7 @@ def options_in_query(query: QueryParams) -> schemas.RouteOptions:
 
 
 def of_body(body: schemas.RouteBody, tokens: bytes | None, max_tokens: int) -> Prompt:
-    """The prompt in a body. tokens: as `parse` gives them. Raises InvalidRequest."""
+    """Returns the prompt in a body. tokens: as `parse` gives them. Raises InvalidRequest."""
     if (body.token_ids is None) == (body.local_hashes is None):
         raise InvalidRequest("token_ids", "give either token_ids, or local_hashes and num_tokens")
     if body.token_ids is not None:
@@ -284,7 +282,7 @@ def of_tokens(
     max_tokens: int,
     mm_hashes: list[list[int]] | None = None,
 ) -> Prompt:
-    """The prompt with these tokens. Raises InvalidRequest if it is empty or too long."""
+    """Returns the prompt with these tokens. Raises InvalidRequest if it is empty or too long."""
     # Rounded up, as hashing reports bytes that are left over.
     num_tokens = -(-len(tokens) // 4) if isinstance(tokens, bytes) else len(tokens)
     check_length("token_ids", num_tokens, max_tokens)
@@ -300,7 +298,7 @@ def of_tokens(
 def of_hashes(
     local_hashes: list[int], num_tokens: int, max_tokens: int, *, may_be_longer: bool = False
 ) -> Prompt:
-    """The prompt with these hashes, which the client computed. Raises InvalidRequest if it is too
+    """Returns the prompt with hashes that the client computed. Raises InvalidRequest if it is too
     long."""
     check_length("num_tokens", num_tokens, max_tokens)
     return Prompt(num_tokens, local_hashes=local_hashes, may_be_longer=may_be_longer)

@@ -89,7 +89,8 @@ class Client(http.Exchange):
         return self._record
 
     def cut_short(self, error: Exception) -> None:
-        """End what is done for the client, in whose task this was made, as if it raised `error`."""
+        """Ends what is done for the client, in whose task this was made, as if it raised
+        `error`."""
         if self._task is not None and self.ended_by is None:
             self.ended_by = error
             self._task.cancel()
@@ -99,7 +100,8 @@ class Client(http.Exchange):
         self._waits_since_s = asyncio.get_running_loop().time()
 
     def comment_if_due(self, now_s: float, every_s: float, tasks: asyncio.TaskGroup) -> None:
-        """Have it get a comment if it has waited for so long, and before the first one headers."""
+        """Sends a comment if the client has waited for so long, and before the first one
+        headers."""
         is_due = self._waits_since_s and now_s - self._waits_since_s >= every_s
         if is_due and (self._saying is None or self._saying.done()):
             self._waits_since_s = now_s
@@ -169,7 +171,7 @@ class Client(http.Exchange):
             await self.send(b"".join((*shown, b"\n")))
 
     async def refuse(self, status: int, headers: Headers, body: bytes, by: WorkerInfo) -> None:
-        """Answer as an engine does that refuses a request, in the form of the path."""
+        """Answers as an engine does that refuses a request, in the form of the path."""
         path = self.scope["path"]
         status, body = told(status, body, path, by)
         await self._end_comments()
@@ -181,7 +183,7 @@ class Client(http.Exchange):
         await self.answer_whole(body, status, JSON, *kept)
 
     def report(self, error: BaseException | None) -> None:
-        """The request has ended; tell what became of it. error: by which, if by one."""
+        """Tells what became of the request, which has ended. error: by which, if by one."""
         record = self.record
         record.key_name = self.key_name
         if isinstance(error, Exception):
@@ -200,7 +202,7 @@ class Client(http.Exchange):
         self.replica.door.ended(record)
 
     async def fail(self, error: Exception) -> None:
-        """Answer with an error; in the midst of an answer, end that with one."""
+        """Answers with an error; in the midst of an answer, ends that with one."""
         path = self.scope["path"]
         await self._end_comments()
         if isinstance(error, ClientStalled):
@@ -246,7 +248,7 @@ LOOK_S = 1.0
 
 
 async def comment_each(clients: Collection[Client], every_s: float) -> None:
-    """Let those that wait have a comment each `every_s`, until cancelled. One task looks after all,
+    """Gives clients that wait a comment each `every_s`, until cancelled. One task looks after all,
     as nearly every stream begins before its first one is due."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:

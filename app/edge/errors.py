@@ -133,7 +133,7 @@ _ROOTS_OF_OPENAI = ("/v1/models", "/v1/chat/", "/v1/responses", "/v1/audio/", "/
 
 
 def dialect_of(path: str) -> Dialect:
-    """How errors are told at `path`, which need not exist."""
+    """Returns how errors are told at `path`, which need not exist."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
     if path in PATHS or path in PASSED_ON or path.startswith(_ROOTS_OF_OPENAI):
@@ -142,7 +142,7 @@ def dialect_of(path: str) -> Dialect:
 
 
 def ending_of(error: BaseException) -> ErrorOutcome:
-    """How a request at a path of OpenAI's or Anthropic's ended by `error`."""
+    """Returns how a request at a path of OpenAI's or Anthropic's ended by `error`."""
     if isinstance(error, asyncio.CancelledError | ClientDisconnect):
         return GONE
     if isinstance(error, ClientStalled):
@@ -156,12 +156,12 @@ def ending_of(error: BaseException) -> ErrorOutcome:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a request was refused, as logs may have it."""
+    """Returns why a request was refused, as logs may have it."""
     return cut(without_values(_TABLE.message_of(error)), MAX_REASON)
 
 
 def answer_to(error: Exception, path: str) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of the answer to `error` at `path`."""
+    """Returns status, headers and body of the answer to `error` at `path`."""
     answer = _TABLE.answer_to(error, dialect_of(path))
     if isinstance(error, RateLimited):
         answer[1].append((b"retry-after-ms", b"%d" % max(1, round(1000 * error.retry_after_s))))
@@ -185,7 +185,7 @@ def is_unserved(error: Exception, *, has_failures: bool) -> bool:
 
 
 def event_of(error: Exception, path: str) -> bytes:
-    """The event that ends a stream for which `error` came too late to be its answer."""
+    """Returns the event that ends a stream for which `error` came too late to be its answer."""
     return event_with(_TABLE.body(error, dialect_of(path)), path)
 
 
@@ -261,11 +261,11 @@ _TOO_LONG = re.compile(r"(?i)maximum context length|context_length_exceeded|prom
 
 
 def told(status: int, body: bytes, path: str, worker: WorkerInfo) -> tuple[int, bytes]:
-    """Status and body of the answer, where an engine has answered with an error.
+    """Returns status and body of the answer, where an engine has answered with an error.
 
-    Of a path that the engine lacks it is 400: by a 404, balancers of clients take it that there is
-    nothing at all. A client has no part in the key that a router has, nor in what a worker has
-    announced.
+    For a path that the engine lacks the status is 400: by a 404, balancers of clients take it that
+    there is nothing at all. A client has no part in the key that a router has, nor in what a worker
+    has announced.
     """
     cause = cause_in(body)
     if is_path_missing(status, body):

@@ -111,10 +111,8 @@ def _check_count(name: str, sign: bytes, raw: bytes, array: _Cut, most: int) -> 
 
 
 async def _without_arrays(raw: bytes) -> tuple[bytes, dict[str, _Cut]]:
-    """The body with the arrays empty, and where their contents are, by field.
-
-    What is taken for an array wrongly, inside a string say, leaves a rest that is no valid body.
-    """
+    """Returns the body with the arrays empty, and where their contents are, by field. What is taken
+    for an array wrongly, inside a string say, leaves a rest that is no valid body."""
     rest: list[bytes] = []
     cuts: dict[str, _Cut] = {}
     done = 0

@@ -62,7 +62,8 @@ async def one_model(model: str, replica: Replica, rules: Rules) -> ModelCard:
 
 
 def _card(name: str, model: Model | None = None) -> ModelCard:
-    """name: under which it is asked for. model: None while it sleeps, and nothing else is known."""
+    """Returns a model's card. name: under which it is asked for. model: None while it sleeps, and
+    nothing else is known."""
     return {
         "id": name,
         "object": "model",

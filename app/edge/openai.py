@@ -200,7 +200,7 @@ async def count_tokens(client: Client) -> None:
 
 
 def _salted(client: Client, body: JsonBody, generation: asked.AnswerRequest) -> JsonBody:
-    """The body, for a tenant that shares no cache with others: with its own salt in it."""
+    """Returns the body with the salt of a tenant that shares no cache with others."""
     generation.cache_salt, given = salt_of(client, generation.cache_salt), generation.cache_salt
     if generation.cache_salt == given:
         return body
@@ -244,7 +244,7 @@ async def _model_for(
 
 
 async def _read(client: Client) -> JsonBody:
-    """The body, once models are known."""
+    """Returns the body, once models are known."""
     await client.replica.door.models.until_known()
     most = client.replica.settings.max_request_bytes
     raw = await client.read(most, "--max-request-bytes")

@@ -70,7 +70,7 @@ def _ends(path: str) -> bool:
 
 
 async def written(path: str) -> None:
-    """Return once a file has been written whole. Raises ConfigError if that takes too long."""
+    """Returns once a file has been written whole. Raises ConfigError if that takes too long."""
     settling = WholeFiles()
     for _ in range(LOOKS_AT_START):
         if settling.is_whole(path):
@@ -102,11 +102,11 @@ class WatchedFiles:
         self._asked = asyncio.Event()
 
     def look(self) -> None:
-        """Have `run` look at once, and read them again even if they seem to be the same."""
+        """Has `run` look at once, and read the files again even if they seem to be the same."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Take over what they say whenever it has changed, until cancelled."""
+        """Takes over what the files say whenever it has changed, until cancelled."""
         self._taken = [stamp and (0,) for stamp in self._stamps()]
         settling, is_due = WholeFiles(), False
         while True:

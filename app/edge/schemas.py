@@ -34,7 +34,7 @@ Array = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _u64(value: Any) -> int:
-    """A hash as engines write it: an integer, signed or not, or 16 hex digits."""
+    """Returns a hash that engines write as an integer, signed or not, or as 16 hex digits."""
     if isinstance(value, str):
         if len(value) != 16 or set(value) - set("0123456789abcdefABCDEF"):
             raise ValueError("not 16 hex digits")

@@ -86,12 +86,12 @@ class Services:
         return self.routers.own.fleet.block_size
 
     def cut_short(self) -> None:
-        """Let no answer go on any longer: each ends with an error."""
+        """Ends each answer with an error."""
         for client in [*self.clients]:
             client.cut_short(Stopping())
 
     def adopt(self, settings: RouterSettings) -> None:
-        """Go by these settings from now on. Raises ConfigError, and then changes nothing."""
+        """Takes over settings. Raises ConfigError, and then changes nothing."""
         check(settings)
         self.keys.change(settings.api_key, settings.api_key_file, settings.metrics_key)
         logging.getLogger().setLevel(settings.log_level.upper())

@@ -22,7 +22,7 @@ class Certificate:
         self.context = self._loaded()
 
     def reload(self) -> None:
-        """Read the files again. Raises ConfigError while they do not fit each other, and then the
+        """Reads the files again. Raises ConfigError while they do not fit each other, and then the
         certificate stays."""
         self._loaded()  # first elsewhere: what fails half-way would leave a context useless
         self._load_into(self.context)
@@ -43,12 +43,12 @@ class Certificate:
 
 
 def _no_password() -> str:
-    """Else OpenSSL would ask for one at the terminal."""
+    """Raises ValueError: else OpenSSL would ask for a password at the terminal."""
     raise ValueError("the key is encrypted")
 
 
 def certificate_of(cert: str, key: str) -> Certificate | None:
-    """None: neither file is named. Raises ConfigError."""
+    """Returns the certificate; None if neither file is named. Raises ConfigError."""
     if not cert and not key:
         return None
     if not cert or not key:

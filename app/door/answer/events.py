@@ -72,14 +72,14 @@ def reasons_in(event: bytes) -> dict[int, str]:
 
 
 def tells_error(event: bytes) -> bool:
-    """Whether it does, in any of the dialects."""
+    """Whether an event tells an error, in any of the dialects."""
     if b"error" not in event and b"failed" not in event:
         return False
     return _NAMES_ERROR.search(event) is not None or is_error(fields_of(event) or {})
 
 
 def is_error(fields: Mapping[str, Any]) -> bool:
-    """Whether they are of an event, or of a whole answer, that tells an error instead of one."""
+    """Whether the fields of an event, or of a whole answer, tell an error in its place."""
     return (
         bool(fields.get("error"))
         or fields.get("object") == "error"
@@ -89,9 +89,9 @@ def is_error(fields: Mapping[str, Any]) -> bool:
 
 
 def usage_in(text: bytes, max_tokens: int = MAX_TOKENS, start: bytes = b"") -> Usage | None:
-    """The last usage in `text`; None: there is none that could be true. max_tokens: that the engine
-    can have read or written. start: with what a stream said as it began, which counts where the
-    last one says 0, or nothing."""
+    """Returns the last usage in `text`, or None if none could be true. max_tokens: that the engine
+    can have read or written. start: what a stream said as it began, which counts where the last
+    usage says 0, or nothing."""
     last, first = _usage_object(text), _usage_object(start) if start else None
     with suppress(ValueError):
         if last is not None:
@@ -182,7 +182,8 @@ class Events:
         """The part of an event that has come so far."""
 
     def whole(self, piece: bytes) -> bytes:
-        """The events that have ended by now, or a part of one that is too long to be held."""
+        """Returns the events that have ended by now, or a part of one that is too long to be
+        held."""
         begin = max(0, len(self.held) - 2)
         self.held += piece
         marks = ((self.held.rfind(mark, begin), len(mark)) for mark in EVENT_ENDS)
@@ -202,7 +203,7 @@ class Events:
 
 
 def events_in(text: bytes) -> Iterator[bytes]:
-    """Each event, with the blank line that ends it."""
+    """Yields each event, with the blank line that ends it."""
     begin = 0
     for end in EVENT_END.finditer(text):
         yield text[begin : end.end()]

@@ -136,7 +136,7 @@ class Migrating:
     start = b""
 
     def goes_on(self) -> None:
-        """Another worker says the rest."""
+        """Lets another worker say the rest."""
         self._before = len(self.output)
         self._is_continued = bool(self._frame)
         self._events = Events(_MAX_EVENT_BYTES)
@@ -207,7 +207,7 @@ class Migrating:
             return event
 
     def _continued(self, event: bytes) -> bytes:
-        """An event of a later worker, as part of the first one's answer."""
+        """Returns an event of a later worker as part of the first one's answer."""
         fields = fields_of(event) or {}
         choices, usage = fields.get("choices"), fields.get("usage")
         if choices is None:

@@ -213,7 +213,7 @@ class Opening:
         self._num_events = 0
 
     def take(self, piece: bytes) -> None:
-        """piece: of the stream; b"" at its end."""
+        """Takes in a piece of the stream; b"" at its end."""
         self.text += piece
         if not self._num_events and _FOREIGN.match(self.text):
             self.is_over = self.is_foreign = True

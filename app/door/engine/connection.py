@@ -116,17 +116,17 @@ class EngineAnswer:
         return b"".join(pieces), left >= 0
 
     def abort(self) -> None:
-        """Close the connection, unless the answer has ended: the engine then stops."""
+        """Closes the connection, unless the answer has ended: the engine then stops."""
         if not self._has_ended:
             self._connection.abort()
 
     def end(self, failure: str = "") -> None:
-        """Called by the connection: no more comes, and from now on it serves others."""
+        """Notes, for the connection, that no more comes."""
         self._has_ended, self._failure = True, failure
         self.wake()
 
     def wake(self) -> None:
-        """Called by the connection: there is more to be read."""
+        """Notes, for the connection, that there is more to be read."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -169,7 +169,8 @@ class Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, until_s: float) -> EngineAnswer:
-        """The answer, once it begins. Raises Lost if the connection ends before; TimeoutError."""
+        """Returns the answer once it begins. Raises Lost if the connection ends before;
+        TimeoutError."""
         self._answer = EngineAnswer(self)
         begun = self._begun = asyncio.get_running_loop().create_future()
         self.has_answered = False

@@ -62,7 +62,8 @@ def _tls() -> ssl.SSLContext:
 async def _from_kept(
     connection: Connection, head: bytes, body: bytes, until_s: float
 ) -> EngineAnswer | None:
-    """None if it ends just as it is used. Raises Lost, TimeoutError."""
+    """Returns the answer; None if the connection ends just as it is used. Raises Lost,
+    TimeoutError."""
     clock = asyncio.get_running_loop().time
     sent_s = clock()
     try:
@@ -103,11 +104,9 @@ class Upstream:
         answer_s: float,
         kept: bool = True,
     ) -> EngineAnswer:
-        """Send `body`, and wait for the beginning of the answer. Raises ConnectFailed, NoAnswer.
-
-        kept: a connection that was used before will do. If the engine closes it just as it is used,
-        all is sent again, once, on a new one.
-        """
+        """Sends `body`, and returns the beginning of the answer. kept: a connection that was used
+        before will do; if the engine closes it just as it is used, all is sent again, once, on a
+        new one. Raises ConnectFailed, NoAnswer."""
         try:
             place = _place(base_url)
         except ValueError as error:
@@ -193,7 +192,6 @@ class Upstream:
             self._sweeping = loop.call_later(KEEP_ALIVE_S / 4, self._sweep)
 
     def _sweep(self) -> None:
-        """Close those that have been idle for too long."""
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - KEEP_ALIVE_S
         for place, connections in list(self._idle.items()):

@@ -98,7 +98,8 @@ class EngineWords:
         self._compared = Pace(MAX_COMPARED)
 
     def of(self, said: bytes, asked: JsonBody) -> str:
-        """said: the body of an answer, or events. Returns "" if it says nothing, or too much."""
+        """Returns words as logs may have them; "" if there are none, or too many. said: the body of
+        an answer, or events."""
         if len(said) > MAX_SAID_BYTES:
             return ""
         words = self._own.get(said)
@@ -134,7 +135,7 @@ def _values(asked: JsonBody) -> bytes:
 
 
 def _without_repeated(text: str, values: bytes) -> str:
-    """`text` without what `values` have, too, from the beginning of a word on."""
+    """Returns `text` without what `values` have, too, from the beginning of a word on."""
     kept, at = [], 0
     for word in _WORD.finditer(text):
         if word.start() < at:
@@ -147,7 +148,8 @@ def _without_repeated(text: str, values: bytes) -> str:
 
 
 def _num_repeated(text: str, at: int, values: bytes) -> int:
-    """Characters from there that come in `values`, as JSON may write them; 0: too few to tell."""
+    """Returns how many characters from `at` come in `values`, as JSON may write them; 0: too few to
+    tell."""
     if at + REPEATED > len(text) or not _comes_in(text[at : at + REPEATED], values):
         return 0
     least, most = REPEATED, len(text) - at

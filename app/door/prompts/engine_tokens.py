@@ -140,7 +140,7 @@ class EngineTokens:
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
     async def _ask(self, address: str, body: bytes) -> NDArray[np.uint32] | None:
-        """None: it refuses the prompt, as others would. Raises _Failed."""
+        """Returns ids; None if the engine refuses the prompt, as others would. Raises _Failed."""
         try:
             answer = await self._upstream.send(
                 *(address, "/tokenize", self._headers, body), connect_s=ANSWER_S, answer_s=ANSWER_S

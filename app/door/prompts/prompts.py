@@ -149,8 +149,8 @@ class Prompts:
         return are_apart
 
     async def of(self, api: Api, model: Model, fields: Fields, holder: str = "") -> PromptIds:
-        """The ids of the prompt in a body. holder: who asks: see TokenizerThreads. Raises
-        InvalidRequest, RouterOverloaded."""
+        """Returns the ids of the prompt in a body. holder: whoever asks, for turns of threads.
+        Raises InvalidRequest, RouterOverloaded."""
         if api is Api.COMPLETIONS:
             given = given_ids(fields.get("prompt"))
             if given is not None:
@@ -235,7 +235,7 @@ class Prompts:
         return rendering
 
     def _choose(self, model: Model, rendering: _Rendering) -> None:
-        """Take the first tokenizer that is there, and is that of all workers of the model."""
+        """Takes the first tokenizer that is there, and is that of all workers of the model."""
         looked_at: list[LoadedTokenizer] = []
         renderer, why_not = None, NOT_LOADED
         for source in self._sources_of(model):
@@ -265,7 +265,6 @@ class Prompts:
         return [source for source, _ in told.most_common(MAX_SOURCES)] or [""]
 
     async def _ask(self, api: Api, model: Model, fields: Mapping[str, Any]) -> NDArray[np.uint32]:
-        """The ids by an engine's own rendering. Raises NotTokenized."""
         body = question(api, model, fields)
         return await self._engines.of(model.workers, body)
 
@@ -292,7 +291,7 @@ class Prompts:
         ours: Tokens | None = None,
         theirs: Tokens | None = None,
     ) -> None:
-        """Compare what is rendered here with an engine's. One of both is here already."""
+        """Compares ids rendered here with an engine's. One of both is given."""
         try:
             if ours is None and rendering.renderer is not None:
                 ours = await render(api, model, rendering.renderer, fields)
@@ -315,7 +314,7 @@ class Prompts:
 
 
 def _why_not(loaded: LoadedTokenizer, model: Model) -> str:
-    """Why a tokenizer is not that of a model; "": it is, as far as is known."""
+    """Returns why a tokenizer is not that of a model; "": it is, as far as is known."""
     if loaded.renderer is None:
         return loaded.why_not
     hashes = ("", loaded.renderer.fingerprint)
@@ -328,7 +327,7 @@ def _log_not_here(model: Model, why: str) -> None:
 
 
 def _difference(ours: NDArray[Any], theirs: NDArray[Any]) -> str:
-    """ "": there is none."""
+    """Returns how the ids differ; "" if they do not."""
     if np.array_equal(ours, theirs):
         return ""
     both = min(len(ours), len(theirs))

@@ -67,7 +67,7 @@ async def render(
 
 
 def question(api: Api, model: Model, fields: Mapping[str, Any]) -> bytes:
-    """The body of POST /tokenize that asks for a prompt's ids. Raises NotTokenized."""
+    """Returns the body of POST /tokenize that asks for a prompt's ids. Raises NotTokenized."""
     if api is not Api.COMPLETIONS:
         asked = {name: fields[name] for name in _RENDERED if fields.get(name) is not None}
         if fields.get("reasoning_effort") is not None:  # which this path of vLLM's ignores
@@ -95,10 +95,8 @@ def question(api: Api, model: Model, fields: Mapping[str, Any]) -> bytes:
 async def converted(
     api: Api, model: Model, fields: Fields, renderer: Renderer | None, holder: str
 ) -> Mapping[str, Any]:
-    """The body as that of a chat, unless it is of a completion. Raises NotTokenized, Overloaded.
-
-    Only where the ids go along: engines do not all convert alike.
-    """
+    """Returns the body as that of a chat, unless it is of a completion; only where ids go along, as
+    engines do not all convert alike. Raises NotTokenized, Overloaded."""
     if api in (Api.CHAT, Api.COMPLETIONS):
         return fields
     is_chat = api in (Api.MESSAGES, Api.RESPONSES)
@@ -131,7 +129,8 @@ def _check_alike(api: Api, model: Model, fields: Mapping[str, Any]) -> None:
 
 
 def trail(api: Api, model: Model, fields: Fields) -> list[str]:
-    """The names of the prefixes of its text: what a conversation adds to with each turn is last."""
+    """Returns the names of the prefixes of a prompt's text: what a conversation adds to with each
+    turn is last."""
     if api not in _CONVERSING:
         return []
     first = [name for name in TEXTS[api] if name != PROMPTS[api]]

@@ -49,7 +49,7 @@ class LoadedTokenizer:
         return self.folder.renderer if self.folder else None
 
     async def first_load(self) -> None:
-        """Return once the first attempt to load it has ended, or began too long ago."""
+        """Returns once the first attempt to load it has ended, or began too long ago."""
         left_s = self.begun_s + FIRST_S - time.monotonic()
         if self.loading is not None and self.why_not == NOT_LOADED and left_s > 0:
             await asyncio.wait([self.loading], timeout=left_s)
@@ -84,7 +84,7 @@ class Tokenizers:
         return loaded
 
     def look_again(self, source: str) -> None:
-        """Have it loaded once more if its files have changed, unless that was tried lately."""
+        """Has it loaded once more if its files have changed, unless that was tried lately."""
         loaded = self._by_source[source]
         if loaded.loading is None and time.monotonic() >= loaded.again_s:
             loaded.begun_s = time.monotonic()
@@ -133,7 +133,7 @@ async def _in_thread(call: Callable[[str], T], source: str) -> T:
 
 
 def _stamped(source: str) -> tuple[Path, Stamp]:
-    """The folder of a tokenizer, under one name, and what tells that its files have changed. Raises
+    """Returns the folder of a tokenizer, and what tells that its files have changed. Raises
     TokenizerUnavailable."""
     folder = folder_of(source).resolve()
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]

@@ -175,7 +175,7 @@ class AccessLog:
         self._warnings = Paces(WARNINGS_PER_S)
 
     def ended(self, record: RequestRecord) -> None:
-        """Write one request."""
+        """Writes one request."""
         left_out: int | None = 0
         if record.ids is None and record.outcome != "ok":
             now_s = time.monotonic()
@@ -187,7 +187,7 @@ class AccessLog:
             OUT.write(orjson.dumps(self._line(record) | more).decode())
 
     def _line(self, record: RequestRecord) -> dict[str, object]:
-        """Never the prompt."""
+        """Returns the fields of a line, which never has the prompt."""
         line = {name: field.read(record) for name, field in FIELDS.items()}
         if self._hashes:
             line |= {name: _hashed(line[name]) for name in _IDENTITIES if line[name]}

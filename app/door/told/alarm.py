@@ -60,7 +60,7 @@ class Alarm:
         *,
         at_least: bool = False,
     ) -> None:
-        """Take in one answer. All numbers are tokens of its prompt. at_least: more may have been
+        """Takes in one answer. All numbers are tokens of its prompt. at_least: more may have been
         cached than was predicted, as an agent has yet to publish what it holds."""
         sums = self._sums.pop((model, worker), None) or _Sums()
         self._sums[model, worker] = sums

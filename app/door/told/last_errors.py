@@ -46,7 +46,7 @@ class LastErrors:
         self._known: dict[tuple[str, ...], _Known] = {}
 
     def ended(self, record: RequestRecord) -> None:
-        """Note what a request has met, even if it was answered in the end. No I/O."""
+        """Notes what a request has met, even if it was answered in the end. No I/O."""
         for namespace, error in _errors(record, self._own):
             kind = namespace, *error.kind
             known = self._known.get(kind)
@@ -58,7 +58,7 @@ class LastErrors:
             known.count += 1
 
     async def run(self) -> None:
-        """Tell, until cancelled."""
+        """Tells what is due, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             await self.tell(time.monotonic())

@@ -210,7 +210,7 @@ class Outcomes:
         self._key_waited = Children(metrics.key_waited, math.inf)
 
     def keep_workers(self, names: Collection[str]) -> None:
-        """Forget what was counted for all other workers."""
+        """Forgets what was counted for all other workers."""
         for children, position in (
             (self._apart, 1),
             (self._compared, 1),
@@ -253,7 +253,8 @@ class Outcomes:
         return name
 
     def reported(self, model: str, ending: Ending | None, *, has_failed: bool) -> None:
-        """Count a request that its client has carried, by what that says. ending: None: nothing."""
+        """Counts a request that its client has carried. ending: what the client says; None:
+        nothing."""
         self._requests[model, WORKER_FAILED if has_failed else OK, ""].value += 1
         if ending is not None:
             self._tokens[model, "output"].value += ending.output_tokens

@@ -122,7 +122,7 @@ class Tracing:
         return None if self._tracer is None else SpanTrace(self._tracer, api, headers)
 
     def close(self) -> None:
-        """Send what is left. Takes until that is out, or the exporter gives it up."""
+        """Sends what is left. Takes until that is out, or the exporter gives it up."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -50,8 +50,8 @@ class Transfer:
     lease: KvLease | None = None
 
     async def answer(self, answering: Coroutine[Any, Any, EngineAnswer]) -> EngineAnswer:
-        """The beginning of the target's answer, for which `answering` waits. Raises SourceFailed,
-        and what that raises."""
+        """Returns the beginning of the target's answer. Raises SourceFailed, and what `answering`
+        raises."""
         return await answering
 
 
@@ -104,7 +104,7 @@ class SourceCall:
             raise SourceFailed(str(error), blame.BAD_PARAMS) from None
 
     async def send(self, upstream: Upstream, body: bytes) -> EngineAnswer:
-        """The beginning of its answer. Raises UpstreamError."""
+        """Returns the beginning of the source's answer. Raises UpstreamError."""
         return await upstream.send(
             self.source.address,
             self.path,
@@ -126,7 +126,7 @@ class TransferProtocol(Protocol):
     """Protocol between the engines of one `kv_transfer`."""
 
     async def begin(self, call: SourceCall) -> Transfer:
-        """Have the source do what it does before the target is sent the request. Raises
+        """Has the source do what it does before the target is sent the request. Raises
         SourceFailed."""
 
 
@@ -137,6 +137,6 @@ def failed(error: UpstreamError) -> SourceFailed:
 
 
 def of_rank(worker: WorkerInfo) -> Headers:
-    """The headers by which one address tells its ranks apart."""
+    """Returns the headers by which one address tells its ranks apart."""
     rank = worker.key.dp_rank
     return [(b"x-data-parallel-rank", b"%d" % rank)] if rank else []

@@ -197,11 +197,11 @@ class KvLeases:
         return False
 
     def leave(self, lease: KvLease) -> None:
-        """Nobody waits for its target any more, which may fetch all the same."""
+        """Ends the wait for a target, which may fetch all the same."""
         lease.sent_s, lease.is_passed = asyncio.get_running_loop().time(), False
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Runs until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for watch in list(self._open):
@@ -221,7 +221,7 @@ class KvLeases:
 
 
 async def _settle(router: Router, attempts: list[str]) -> None:
-    """Have Redis forget fetches that were in time, or of which nothing came too late."""
+    """Has Redis forget fetches that were in time, or of which nothing came too late."""
     if attempts:
         with suppress(KvrouteError):
             await router.settle_fetches(attempts)

@@ -90,7 +90,7 @@ class Nixl:
 
 
 async def nudge(upstream: Upstream, source: WorkerInfo, headers: Headers) -> None:
-    """Have its engine make a step."""
+    """Has a source's engine make a step."""
     body = {"model": source.models[0] if source.models else "", "prompt": [1], "max_tokens": 1}
     with suppress(UpstreamError):
         answer = await upstream.send(

@@ -91,7 +91,7 @@ def is_count_or_none(value: object) -> bool:
 
 
 def are_blocks(value: object) -> bool:
-    """Numbers of blocks, or a list of them for each group of layers."""
+    """Whether a value is numbers of blocks, or a list of them for each group of layers."""
     if not isinstance(value, list) or not value:
         return False
     groups = value if all(isinstance(group, list) for group in value) else [value]

@@ -53,7 +53,7 @@ class Sglang:
         return _AtOnce(members=members, protocol=self, call=call)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin it, and see it through."""
+        """Begins work, and sees it through."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -65,7 +65,7 @@ class Sglang:
             task.exception()  # whoever waited for it was told; else the target's answer tells all
 
     async def compute(self, call: SourceCall, body: bytes) -> None:
-        """Have the source compute the prompt. Raises SourceFailed."""
+        """Has the source compute the prompt. Raises SourceFailed."""
         try:
             with call.watch():
                 answer = await call.send(self._upstream, body)
