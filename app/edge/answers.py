@@ -135,43 +135,6 @@ class RequestState(TypedDict):
     found: Annotated[bool, _told("false if the request holds no reservation, or none any more")]
 
 
-class ErrorDetail(TypedDict):
-    code: str
-    message: str
-    field: str | None
-
-
-class ErrorBody(TypedDict):
-    """The one shape of every error. `code` is stable."""
-
-    error: ErrorDetail
-
-
-class OpenAIErrorDetail(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(TypedDict):
-    """Errors in OpenAI's form."""
-
-    error: OpenAIErrorDetail
-
-
-class AnthropicErrorDetail(TypedDict):
-    type: str
-    message: str
-
-
-class AnthropicError(TypedDict):
-    """Errors in Anthropic's form."""
-
-    type: str
-    error: AnthropicErrorDetail
-
-
 def best_worker(decision: Decision) -> BestWorker:
     return {
         **_name(decision.worker.key),

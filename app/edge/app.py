@@ -117,22 +117,23 @@ async def serve_router(
     url = base_url(*sockets[0].getsockname()[:2])
     log.info("router listening on %s", url.replace("http:", "https:", 1) if certificate else url)
 
-    async def stop() -> None:
-        replica.is_stopping = True
-        if also is not None:
-            await also.stop()
-        await routers.stop()
-
     await serve(
         app,
         *sockets,
-        on_stop=stop,
+        on_stop=partial(_stop, replica, also),
         on_late=replica.cut_short,
         drain_s=settings.drain_s,
         on_refused=lambda code: routers.own.telemetry.refusals.labels(code).inc(),
         held=HeldBodies(settings.max_held_bytes),
         tls=certificate.context if certificate else None,
     )
+
+
+async def _stop(replica: Services, also: Beside | None) -> None:
+    replica.is_stopping = True
+    if also is not None:
+        await also.stop()
+    await replica.routers.stop()
 
 
 def _look_at(watched: Iterable[WatchedFiles]) -> None:

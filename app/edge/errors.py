@@ -12,6 +12,7 @@ import orjson
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
 
 from app.core import outcomes
 from app.core.errors import (
@@ -61,6 +62,43 @@ from app.http.errors import (
     body_of,
     kind_of,
 )
+
+
+class ErrorDetail(TypedDict):
+    code: str
+    message: str
+    field: str | None
+
+
+class ErrorBody(TypedDict):
+    """The one shape of every error. `code` is stable."""
+
+    error: ErrorDetail
+
+
+class OpenAIErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(TypedDict):
+    """Errors in OpenAI's form."""
+
+    error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """Errors in Anthropic's form."""
+
+    type: str
+    error: AnthropicErrorDetail
 
 
 class ErrorOutcome(NamedTuple):

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from app.door.asked import MODELS
 from app.door.errors import UnknownModel
 from app.door.model import Model
-from app.edge.answers import OpenAIError
+from app.edge.errors import OpenAIError
 from app.edge.services import Replica, Rules, errors
 
 BEGUN_S = int(time.time())

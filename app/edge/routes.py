@@ -11,15 +11,9 @@ from pydantic import BaseModel
 
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
 from app.edge import openai, route
-from app.edge.answers import (
-    AnthropicError,
-    BestWorker,
-    ErrorBody,
-    OpenAIError,
-    RequestState,
-    Routed,
-)
+from app.edge.answers import BestWorker, RequestState, Routed
 from app.edge.client import Client
+from app.edge.errors import AnthropicError, ErrorBody, OpenAIError
 from app.edge.schemas import FindBestWorker, Generation, ReleaseOptions, RouteBody, RouteOptions
 from app.edge.services import REQUEST_ID, body_of, errors
 from app.http.client import Route

@@ -17,7 +17,7 @@ from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
 from app.door.door import Door
 from app.door.errors import Stopping
-from app.edge.answers import ErrorBody
+from app.edge.errors import ErrorBody
 from app.edge.large import BodyReader
 from app.edge.tls import certificate_of
 from app.http.keys import Keys, check_open

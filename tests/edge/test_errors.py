@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from app.core.settings.router import RouterSettings
 from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
-from app.edge import answers
+from app.edge import answers, errors
 from app.edge.app import create_app
 from app.http import body
 from app.router.fleet import Fleet
@@ -334,8 +334,8 @@ async def test_answers_of_bare_routes_are_as_they_are_documented(client, one):
         (answers.Routed, await client.post("/v1/route", json=TOKENS | {"explain": True})),
         (answers.BestWorker, await client.post("/find_best_worker", json=HASHES)),
         (answers.RequestState, await client.delete("/v1/requests/r1")),
-        (answers.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
-        (answers.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
+        (errors.OpenAIError, await client.post("/v1/chat/completions", json={"model": "x"})),
+        (errors.AnthropicError, await client.post("/v1/messages", json={"model": "x"})),
     ):
         documented = TypeAdapter[Any](model)
         found = documented.validate_json(answer.content)
