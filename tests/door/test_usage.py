@@ -160,7 +160,7 @@ async def test_an_operator_sees_who_used_what_and_others_do_not(
 ):
     file = tmp_path / "keys"
     file.write_text(KEY_FILE)
-    monkeypatch.setattr("app.door.metrics.MAX_KEYS", 1)
+    monkeypatch.setattr("app.door.told.metrics.MAX_KEYS", 1)
     async with (
         sick_worker(redis, "a"),
         replica(one_redis_server.url, api_key_file=str(file)) as door,
