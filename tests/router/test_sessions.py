@@ -35,10 +35,14 @@ async def route(replica, request_id, session, **options):
 
 
 class TestRoundTrips:
-    async def test_a_decision_with_a_session_costs_two(self, one_redis_server, workers, redis):
+    async def test_a_decision_with_a_session_costs_two(self, one_redis_server, workers):
         async with running(one_redis_server.url, **HALF) as replica:
             await replica.route(request("r0", session="a"))
-            await remembered(redis, "a")
+
+            async def told():
+                return ["remember"] in replica.runner.round_trips
+
+            await eventually(told)
             replica.runner.round_trips.clear()
             await replica.route(request("r1", session="a"))
             assert replica.runner.round_trips[:2] == [["loads", "recall", "match"], ["reserve"]]
