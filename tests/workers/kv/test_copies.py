@@ -55,6 +55,11 @@ class Tiers:
         if tier in self.pools:  # the slots that blocks come back to may be the same ones
             self.pools[tier].words[freed] = 0
 
+    def put_on_disk(self, blocks):
+        self.compute(blocks)
+        self.evict(DEVICE)
+        self.evict(HOST)
+
     def copy(self):
         """Carry out the planned moves; returns how many blocks of each were copied."""
         done = []
@@ -134,9 +139,7 @@ def test_invalid_slots_of_a_copy_to_disk_are_refused(block_ids, slots, message, 
 
 
 def test_blocks_evicted_down_to_disk_are_loaded_back_unchanged(tiers):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     assert tiers.manager.match(BLOCKS) == [DISK] * 6
     tiers.pools[DEVICE].words.random_()
     assert tiers.load(BLOCKS) == 6
@@ -146,22 +149,16 @@ def test_reused_slots_hold_their_new_blocks(tmp_path):
     with closing(Tiers(tmp_path, SMALL, len(BLOCKS))) as tiers:
         for blocks in (BLOCKS, [named(200 + n) for n in range(6)]):
             # The disk has no room for the second set, so its slots are reused less often.
-            tiers.compute(blocks)
-            tiers.evict(DEVICE)
-            tiers.evict(HOST)
+            tiers.put_on_disk(blocks)
         tiers.evict(DISK)
-        tiers.compute(BLOCKS)
-        tiers.evict(DEVICE)
-        tiers.evict(HOST)
+        tiers.put_on_disk(BLOCKS)
         assert tiers.manager.match(BLOCKS) == [DISK] * 6
         assert tiers.load(BLOCKS) == 6
 
 
 def test_blocks_on_disk_outlive_the_process(tmp_path):
     with closing(Tiers(tmp_path)) as before:
-        before.compute(BLOCKS)
-        before.evict(DEVICE)
-        before.evict(HOST)
+        before.put_on_disk(BLOCKS)
     with closing(Tiers(tmp_path)) as after:
         parents = {r.block: r.parent for _, r in after.disk.records()}
         assert parents == dict(zip(BLOCKS, [None, *BLOCKS[:-1]], strict=True))
@@ -176,9 +173,7 @@ def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process
     with closing(Tiers(tmp_path)) as before:
         others = [named(200 + n) for n in range(6)]
         for blocks in (BLOCKS, others, BLOCKS):
-            before.compute(blocks)
-            before.evict(DEVICE)
-            before.evict(HOST)
+            before.put_on_disk(blocks)
             if blocks is others:
                 # More of these go than of the first, so their slots are the next ones used.
                 assert before.load(BLOCKS[:3]) == 3
@@ -194,9 +189,7 @@ def test_a_block_evicted_from_disk_and_stored_again_is_found_by_the_next_process
 
 
 def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(tiers, caplog):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     tiers.spoil(BLOCKS[3])
     assert tiers.load(BLOCKS) == 3
     assert "the checksum is wrong" in caplog.text
@@ -208,9 +201,7 @@ def test_a_load_ends_before_a_block_with_a_flipped_bit_on_disk(tiers, caplog):
 
 
 def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     tiers.spoil(BLOCKS[3])
     table = tiers.manager.prepare(BLOCKS, 6)
     lost = [slot.block_id for slot in table.slots[3:]]
@@ -220,9 +211,7 @@ def test_slots_of_a_load_that_lost_blocks_are_cleared(tiers):
 
 
 def test_a_load_ends_before_a_block_beyond_the_end_of_a_truncated_file(tiers):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     at = {slot.block: slot.block_id for slot in tiers.manager.tiers[DISK].registered()}
     size = WIDE.block_bytes
     os.truncate(tiers.folder / "blocks", max(at.values()) * size + 5_000)
@@ -288,9 +277,7 @@ def test_loads_from_host_memory_do_not_wait_for_a_slow_disk(tiers, monkeypatch):
 
 
 def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(tiers, monkeypatch):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     asked, may_go_on = threading.Event(), threading.Event()
     read = DiskPieces.read
 
@@ -320,9 +307,7 @@ def test_a_request_cancelled_in_mid_transfer_leaves_its_slots_intact(tiers, monk
 
 
 def test_a_slot_reused_before_it_is_read_is_not_taken_for_its_earlier_block(tiers):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     table = tiers.manager.prepare(BLOCKS, 6)
     (load,) = tiers.manager.moves.take_planned()
     # Only a bug elsewhere can do this: the manager holds sources while they are read.
@@ -383,9 +368,7 @@ def test_device_blocks_are_stored_on_disk_and_loaded_back(tmp_path):
 
 
 def test_blocks_that_were_read_from_disk_are_not_written_there_again(tiers, monkeypatch):
-    tiers.compute(BLOCKS)
-    tiers.evict(DEVICE)
-    tiers.evict(HOST)
+    tiers.put_on_disk(BLOCKS)
     assert tiers.load(BLOCKS) == 6
     monkeypatch.delattr(SlotFile, "write")
     tiers.evict(DEVICE)
