@@ -1,7 +1,6 @@
 """Rules for the size of a fleet compared offline: a day's traffic in virtual time.
 
     python -m loadtest.autoscale --hours 4 --jobs 2
-    python -m loadtest.autoscale --policy threshold:0.3 --policy slo:0.97
     python -m loadtest.autoscale --policy curve:5 --victim newest --victim unique_value
 
 The planner's policies are the real ones, as are those of the routers and the engine. The day is
@@ -88,9 +87,8 @@ def day_of(trace: Trace, rates: Rates, load: float) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class ScalingVariant:
-    """`threshold:X` has X times the usual thresholds; `slo:X` keeps the SLO for a share of X;
-    `static:X` has X workers; `curve:X` has X on average, as many as the day's curve without its
-    bursts says."""
+    """`static:X` has X workers; `curve:X` has X on average, as many as the day's curve without
+    its bursts says."""
 
     text: str
 
@@ -103,15 +101,6 @@ class ScalingVariant:
         """Raises ValueError if it is not a number."""
         value = self.text.partition(":")[2]
         return float(value) if value else None
-
-    def rules(self, rules: Rules) -> Rules:
-        x = self.value
-        if x is None:
-            return rules
-        if self.name == "slo":
-            return replace(rules, slo=replace(rules.slo, target=x))
-        scaled = ("prefill_queue_up", "prefill_queue_down", "kv_load_up", "kv_load_down")
-        return replace(rules, **{name: x * getattr(rules, name) for name in scaled})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +116,7 @@ def play(
     scenario_of: Callable[[int], Scenario], policy: ScalingVariant, victim: str, seed: int
 ) -> Mapping[str, Any]:
     scenario = scenario_of(seed)
-    rules, setting = policy.rules(scenario.rules), scenario.setting
+    rules, setting = scenario.rules, scenario.setting
     if policy.name == STATIC:
         size = int(policy.value or 1)
         setting = replace(setting, num_workers=size)
@@ -225,7 +214,7 @@ class _PolicyName(click.ParamType[str]):
             x = policy.value
             if policy.name not in FORMS or (x is not None and not 0 < x < 1e6):
                 raise ValueError
-            if policy.name in (STATIC, CURVE) and x is None:
+            if (policy.name in (STATIC, CURVE)) is (x is None):
                 raise ValueError
             if policy.name == STATIC and x is not None and x != int(x):
                 raise ValueError
@@ -241,8 +230,7 @@ main = experiment(
     option(
         "--policy policies",
         ("static:4", "static:6", "static:8", "threshold", "slo"),
-        "Rule for the size. threshold:X has X times the usual thresholds, slo:X aims at a share of "
-        "X within the SLO, static:X has X workers, curve:X that many on average.",
+        "Rule for the size. static:X has X workers, curve:X that many on average.",
         _PolicyName(),
         several=True,
     ),

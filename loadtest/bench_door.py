@@ -253,12 +253,10 @@ async def register(url: str, engine_url: str) -> None:
         await ScriptRunner(redis, 5.0).one(models.announce(KEYS.namespace, [MODEL]))
 
 
-def measure(
-    url: str, requests: int, rounds: int, checkout: Path | None = None, python: str | None = None
-) -> dict[str, Any]:
+def measure(url: str, requests: int, rounds: int, checkout: Path | None = None) -> dict[str, Any]:
     """checkout: another, of which nothing but the door is measured, beside this one's."""
     if checkout is not None:
-        return measure_beside(checkout, python, requests, rounds)
+        return measure_beside(checkout, requests, rounds)
     with ExitStack() as stack:
 
         def start(target: Callable[[str, int], None], given: str, core: int) -> Server:
@@ -298,12 +296,10 @@ def measure(
     }
 
 
-def measure_beside(
-    other: Path, python: str | None, requests: int, rounds: int
-) -> dict[str, dict[str, float]]:
-    """python: of the other; None: that of its .venv, if it has one."""
+def measure_beside(other: Path, requests: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Compares with another checkout, by the interpreter of its .venv if it has one."""
     its_own = other / ".venv/bin/python"
-    python = python or (str(its_own) if its_own.exists() else sys.executable)
+    python = str(its_own) if its_own.exists() else sys.executable
     by_name = {shape.name: shape for shape in (*shapes(), *counted_shapes())}
     with ExitStack() as stack:
         tokenizer = stack.enter_context(word_tokenizer())
@@ -361,9 +357,6 @@ main = bench(
         None,
         "Another checkout, to measure its door and this one's in turn, and nothing else.",
         click.Path(path_type=Path, file_okay=False, exists=True, resolve_path=True),
-    ),
-    option(
-        "--python", None, "The other's interpreter. Default: its .venv's, or else this one.", str
     ),
     redis=True,
 )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import click
 
 from app.http.server import run
-from app.options import BASE_URL, FACTOR, POSITIVE_SECONDS, SECONDS, SEED, Command, Number, Option
+from app.options import BASE_URL, FACTOR, SEED, Command, Number, Option
 from loadtest import report
 from loadtest.client import ClusterClient, Outcome, RequestError, clock
 from loadtest.command import json_option, option, read, save
@@ -257,19 +257,6 @@ def _in_engine_time(outcome: Outcome, start: float, speedup: float) -> Outcome:
     "Arrival rate, as a multiple of the recorded one; answers take just as long.",
     FACTOR,
 )
-@click.option(
-    "--start",
-    "start_s",
-    type=SECONDS,
-    default=0.0,
-    help="Skip this many seconds of the trace.",
-)
-@option(
-    "--duration duration_s",
-    None,
-    "Play this many seconds of the trace (as recorded). Default: to its end.",
-    POSITIVE_SECONDS,
-)
 @option("--requests", None, "Play at most this many requests.")
 @option(
     "--warmup",
@@ -293,8 +280,6 @@ def replay(
     policies: tuple[str, ...],
     speedup: float,
     load: float,
-    start_s: float,
-    duration_s: float | None,
     requests: int | None,
     warmup: float,
     seed: int,
@@ -308,9 +293,7 @@ def replay(
     """
     if policies and api is Api.OPENAI:
         raise click.UsageError("with --api openai, the policy is that of the routers")
-    trace = read(trace_file).cut(start_s, duration_s, requests)
-    if not trace.sessions:
-        raise click.ClickException(f"{trace_file.name}: no requests in the part chosen")
+    trace = read(trace_file).cut(requests=requests)
     for policy in policies or (None,):
         run(_check_answers(url, policy, api))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from app.core.settings.kinds import PRIORITIES
 from app.policy.transfer import TransferKind
 from app.simulation.setting import Setting
 from loadtest.client import Outcome
@@ -64,7 +63,7 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> dic
 
     `split`, `fetched`: shares of requests whose prompt a source computed, for which a prefix was
     fetched; `preemptions` on all workers; `conflicts`: reservations refused because another
-    replica's came first. Of a trace with several priorities also each one's, as `low ttft_mean_s`.
+    replica's came first.
     """
     trace, setting = scenario.trace, replace(scenario.setting, seed=seed)
     played = offered(trace, load)
@@ -78,31 +77,13 @@ def simulate(scenario: Scenario, policy: str, load: float, seed: int = 0) -> dic
         conflicts, kinds = simulation.fleet.conflicts, simulation.kinds
         preemptions = sum(worker.engine.num_preemptions for worker in simulation.fleet.workers)
     workers = tuple(f"w{i}:0" for i in range(setting.num_workers))
-    by_priority = {
-        f"{priority} {name}": value
-        for priority, its in _by_priority(played, warm(outcomes)).items()
-        for name, value in measured(its, setting.profiles[0]).items()
+    return measured(warm(outcomes), setting.profiles[0], workers) | {
+        "load": load,
+        "split": kinds[TransferKind.SPLIT] / len(outcomes) if setting.link else None,
+        "fetched": kinds[TransferKind.FETCH] / len(outcomes) if setting.link else None,
+        "preemptions": preemptions,
+        "conflicts": conflicts,
     }
-    return (
-        measured(warm(outcomes), setting.profiles[0], workers)
-        | {
-            "load": load,
-            "split": kinds[TransferKind.SPLIT] / len(outcomes) if setting.link else None,
-            "fetched": kinds[TransferKind.FETCH] / len(outcomes) if setting.link else None,
-            "preemptions": preemptions,
-            "conflicts": conflicts,
-        }
-        | by_priority
-    )
-
-
-def _by_priority(trace: Trace, outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
-    """Empty where all requests have the same."""
-    of = {r.index: r.priority for session in trace.sessions for r in session.turns}
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault(of[int(outcome.request_id)], []).append(outcome)
-    return {name: groups[name] for name in PRIORITIES if len(groups) > 1 and name in groups}
 
 
 def highest(is_fine: Callable[[float], bool]) -> float:

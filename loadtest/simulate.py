@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from app.core.settings.kinds import PRIORITIES
 from app.options import FACTOR
 from app.policy.cost import POLICIES
 from loadtest.command import option, read, trace_option
@@ -46,7 +45,6 @@ COLUMNS = (
     ("refused, all full", "failed", "{:.0f}"),
     ("preemptions", "preemptions", "{:.0f}"),
     ("reservations refused", "conflicts", "{:.0f}"),
-    *((f"{one}: {head}", f"{one} {key}", form) for one in PRIORITIES for head, key, form in TIMES),
 )
 
 

@@ -36,7 +36,6 @@ TURNS = 6
 OUTPUT_TOKENS = 128
 WORKING_SET = 0.8
 MOST = 400
-THINK_S = (5.0, 60.0)
 JOIN_S = 60.0
 
 
@@ -48,48 +47,31 @@ class Traffic:
     turn_tokens: int
     conversations: int = 0
     """0: as many as fill 80 % of the memory of all workers, and at most MOST."""
-    think_s: tuple[float, float] | None = None
-    """Shortest and longest pause before the next turn; None: one request at a time, of whichever
-    conversation is drawn."""
     joins: bool = False
     """Whether a worker joins after a third of the requests."""
 
     @property
     def name(self) -> str:
-        pauses = "5 to 60 s" if self.think_s else "one at a time"
-        joins = ", one joins" * self.joins
-        number = self.conversations or "fill"
-        return f"{self.shared_tokens:,} | {self.turn_tokens:,} | {number} | {pauses}{joins}"
+        number = f"{self.conversations or 'fill'}{', one joins' * self.joins}"
+        return f"{self.shared_tokens:,} | {self.turn_tokens:,} | {number}"
 
     def trace(self, pool_tokens: int, seed: int) -> Trace:
         """pool_tokens: of all workers together."""
         rng = np.random.default_rng(seed)
         own_tokens = pool_tokens * WORKING_SET - self.shared_tokens
         number = self.conversations or min(MOST, round(own_tokens / (TURNS * self.turn_tokens)))
-        if self.think_s is None:
-            order = np.repeat(np.arange(number), TURNS)
-            rng.shuffle(order)
-            return Trace("quiet", (self._session(order.tolist(), np.ones(order.size), 0.0),))
-        lasts_s = TURNS * fmean(self.think_s)
-        # Conversations begin all the time where a worker joins, so that it can get any.
-        starts_s = np.sort(rng.uniform(0.0, lasts_s * (3 if self.joins else 0.5), number))
-        pauses_s = rng.uniform(*self.think_s, (number, TURNS))
-        return Trace(
-            "quiet",
-            tuple(
-                self._session([place] * TURNS, pauses_s[place], start_s)
-                for place, start_s in enumerate(starts_s.tolist())
-            ),
-        )
+        order = np.repeat(np.arange(number), TURNS)
+        rng.shuffle(order)
+        return Trace("quiet", (self._session(order.tolist()),))
 
-    def _session(self, order: list[int], pauses_s: np.typing.NDArray[Any], at_s: float) -> Session:
-        """Turns in this order of conversations, each after the answer to the one before."""
+    def _session(self, order: list[int]) -> Session:
+        """Turns in this order of conversations, each a second after the answer to the last one."""
         asked = dict.fromkeys(order, 0)
         turns: list[TraceRequest] = []
-        for place, pause_s in zip(order, pauses_s.tolist(), strict=True):
+        for place in order:
             asked[place] += 1
-            turns.append(self._turn(place, asked[place], pause_s if turns else 0.0))
-        return Session(at_s, tuple(turns))
+            turns.append(self._turn(place, asked[place], 1.0 if turns else 0.0))
+        return Session(0.0, tuple(turns))
 
     def _turn(self, place: int, turn: int, think_s: float) -> TraceRequest:
         shared, each = self.shared_tokens // BLOCK_TOKENS, self.turn_tokens // BLOCK_TOKENS
@@ -110,11 +92,9 @@ TRAFFIC = (
     Traffic(2048, 1536),
     *(Traffic(shared, turn) for shared in (8192, 20480, 32768) for turn in (512, 1536)),
     *(Traffic(8192, 1536, number) for number in (24, 64, 200)),
-    Traffic(8192, 1536, think_s=THINK_S),
     Traffic(256, 1536, joins=True),
     Traffic(8192, 1536, joins=True),
     Traffic(20480, 1536, joins=True),
-    Traffic(8192, 1536, think_s=THINK_S, joins=True),
 )
 
 
@@ -173,7 +153,7 @@ main = experiment(
         click.Choice(list(POLICIES)),
         several=True,
     ),
-    labels="shared | a turn | conversations | pauses | policy",
+    labels="shared | a turn | conversations | policy",
 )
 
 if __name__ == "__main__":

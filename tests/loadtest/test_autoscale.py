@@ -4,22 +4,13 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
-from app.planner.rules.state import Rules
-from loadtest.autoscale import ScalingVariant, main
-
-
-def test_the_number_after_a_policy_is_what_it_is_set_to():
-    usual = Rules()
-    scaled = ScalingVariant("threshold:0.5").rules(usual)
-    assert (scaled.prefill_queue_up, scaled.kv_load_down) == (0.25, 0.25)
-    assert ScalingVariant("slo:0.9").rules(usual).slo.target == 0.9
-    assert ScalingVariant("slo").rules(usual) == usual
+from loadtest.autoscale import main
 
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_figures(tmp_path):
     args = ["--hours", "0.1", "--workers", "2", "--max-workers", "4", "--jobs", "2"]
-    args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo", "--policy", "slo:0.9"]
+    args += ["--load", "0.3", "--policy", "static:2", "--policy", "slo"]
     args += ["--victim", "unique_value", "--victim", "newest"]
     args += ["--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
@@ -28,7 +19,7 @@ def test_the_command_prints_a_table_for_each_choice_of_victims_and_saves_the_fig
     assert unique[0].endswith("; unique_value leaves")
     assert newest[0].endswith("; newest leaves")
     for _, played in (unique, newest):
-        assert list(played) == ["`static:2`", "`slo`", "`slo:0.9`"]
+        assert list(played) == ["`static:2`", "`slo`"]
         [static] = played["`static:2`"]
         assert (static["worker_hours"], static["changes"], static["lost"]) == (0.2, 0, 0)
         assert {one["requests"] for [one] in played.values()} == {static["requests"]}

@@ -23,7 +23,7 @@ def test_prompts_have_the_sizes_that_are_said():
 
 
 def test_the_doors_of_two_checkouts_are_measured_in_turn():
-    found = measure_beside(HERE, None, requests=300, rounds=1)
+    found = measure_beside(HERE, requests=300, rounds=1)
     assert list(found) == list(COMPARED)
     for numbers in found.values():
         assert numbers["other_us"] > 0
@@ -34,4 +34,4 @@ def test_a_checkout_that_cannot_register_a_worker_is_named(tmp_path):
     (tmp_path / "loadtest").mkdir()
     (tmp_path / "loadtest/__init__.py").write_text("raise SystemExit('too old')")
     with pytest.raises(click.ClickException, match=f"{tmp_path} cannot .*: too old"):
-        measure_beside(tmp_path, None, requests=1, rounds=1)
+        measure_beside(tmp_path, requests=1, rounds=1)

@@ -283,11 +283,6 @@ class TestCommand:
         assert done.exit_code == 1
         assert "no request was answered" in done.output
 
-    async def test_a_part_of_the_trace_without_requests_is_an_error(self, trace_file):
-        done = await invoke("--trace", trace_file, "--start", "99")
-        assert done.exit_code == 1
-        assert "no requests in the part chosen" in done.output
-
     async def test_a_bad_trace_is_an_error_that_names_the_line(self, tmp_path):
         (tmp_path / "bad.jsonl").write_text('{"timestamp": -1}')
         done = await invoke("--trace", str(tmp_path / "bad.jsonl"))
