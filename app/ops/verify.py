@@ -11,41 +11,31 @@ from itertools import islice
 from typing import Any
 
 import orjson
-from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 
-from app.core.chains import parse_owners
 from app.core.errors import RedisUnavailable, cut
 from app.core.keys import KEY_TYPES, MODELS, SHARD_KEY_TYPES, Keyspace
 from app.core.limits import MAX_MODELS
-from app.core.overlaps import parse_backs, parse_field
 from app.core.registration import decode_info
 from app.core.settings.kinds import LONGEST_S
-from app.core.types import Incarnation, parse_incarnation
 from app.core.verdicts import is_readable
 from app.ops.names import names_of
 from app.ops.terminal import counted
+from app.ops.verify_index import Wrong, bad_entries, look_at_shard
 from app.state import models
 from app.state.client import RedisClient
 from app.state.columns import parse_load
 from app.state.connect import deadline
 from app.state.reading import (
-    BUCKET_BITS,
     STEP_TIMEOUT_S,
     Control,
     ReservationRecords,
-    bucket_bits_of,
     buckets,
-    contents,
     read_control,
     read_reservations,
-    read_together,
     readable,
     scan,
 )
 
-BACKS = re.compile(rb"[1-9]\d{0,9}[-=][1-9]\d{0,8}")
-OWNERS = re.compile(rb"(?:(?:%b,)*%b )?(?:[1-9]\d{0,9}[dhk])+" % (BACKS.pattern, BACKS.pattern))
 REQUEST = re.compile(rb"(\d{1,12}) (\d{1,12}) (\d{1,12}) ([pdh]) \S+( s)?")
 NUMBER = re.compile(rb"[1-9]\d{0,9}")
 MAX_SHARDS = 1024
@@ -53,8 +43,6 @@ LONGEST_PLANNER_LEASE_S = 3600
 LOOKS = 4
 LOOK_INTERVAL_S = 0.5
 EXAMPLES = 5
-Wrong = tuple[str, str]
-"""Contradiction, and its place."""
 
 
 @dataclass(slots=True)
@@ -141,7 +129,7 @@ async def _look(redis: RedisClient, keyspace: Keyspace) -> tuple[list[Wrong], fr
         if shard >= num_shards:
             wrong.append(("a shard past the last one", str(shard)))
         else:
-            wrong += await _look_at_shard(redis, keyspace.of_shard(shard))
+            wrong += await look_at_shard(redis, keyspace.of_shard(shard))
     infos = []
     for text in control.workers.values():
         with suppress(ValueError):
@@ -239,29 +227,6 @@ async def _look_at_planner(redis: RedisClient, keyspace: Keyspace) -> list[Wrong
     return wrong
 
 
-async def _look_at_shard(redis: RedisClient, shard: Keyspace) -> list[Wrong]:
-    """Returns what is wrong with the keys of a shard other than its buckets."""
-
-    def queue(pipe: Pipeline) -> None:
-        pipe.hget(shard["shard"], "bucket_bits")
-        pipe.hkeys(shard["applied"])
-        pipe.smembers(shard["dead"])
-        pipe.hgetall(shard["predictions"])
-
-    node = redis.node_of(shard["shard"]).client
-    bits, applied, dead, predictions = await read_together(node, queue)
-    wrong = []
-    if applied and not BUCKET_BITS.fullmatch(bits or b""):
-        wrong.append(("bucket bits that cannot be read", shard["shard"]))
-    for inc in {*applied, *dead}:
-        if parse_incarnation(inc) is None:
-            wrong.append(("a writer that is no incarnation", f"{shard.tag} {readable(inc)}"))
-    for name, number in predictions.items():
-        if not re.fullmatch(rb"-?\d{1,15}", number):
-            wrong.append(("a number of predictions that cannot be read", readable(name)))
-    return wrong
-
-
 def _unreadable(c: Control, reserved: ReservationRecords) -> Iterator[Wrong]:
     """Yields the values that no part of kvroute would write."""
     block_size = number_in(c.meta, b"block_size")
@@ -318,16 +283,6 @@ def number_in(fields: Mapping[bytes, bytes], name: bytes) -> int | None:
     return int(text) if NUMBER.fullmatch(text) else None
 
 
-def is_bucket(name: str, bits: int | None) -> bool:
-    """Whether a bucket of this name is one of 2^`bits`; with None, any may be."""
-    if bits is None:
-        return True
-    digits = -(-bits // 4)
-    return bool(re.fullmatch(f"[0-9a-f]{{{digits}}}", name)) and not int(name, 16) % (
-        1 << (4 * digits - bits)
-    )
-
-
 def _counted(records: Collection[bytes]) -> tuple[int, ...]:
     """Returns the sums of prefill_tokens, prefill_us, blocks, requests and decoding; () if a record
     cannot be read."""
@@ -360,53 +315,13 @@ async def _verify_index(
         keys = dict(islice(shard_of.items(), max_buckets - extent.buckets))
         extent.buckets += len(keys)
         extent.existing_buckets += len(shard_of)
-        suspects = set(await _bad_entries(redis, keyspace, node, keys))
+        suspects = set(await bad_entries(redis, keyspace, node, keys))
         for _ in range(LOOKS - 1):
             if not suspects:
                 break
             await asyncio.sleep(LOOK_INTERVAL_S)
             again = {key: keys[key] for key, _, _ in suspects}
-            suspects &= set(await _bad_entries(redis, keyspace, node, again))
+            suspects &= set(await bad_entries(redis, keyspace, node, again))
         for key, what, where in sorted(suspects):
             _note(findings, what, f"{readable(key)} {where}".rstrip())
     return extent
-
-
-async def _bad_entries(
-    redis: RedisClient, keyspace: Keyspace, node: Redis, keys: dict[bytes, int]
-) -> list[tuple[bytes, str, str]]:
-    """Returns (key, what, where) of entries that nobody would write, or whose owner has ended.
-
-    Entries of incarnations in `dead`, or that no sweep has been told of yet, are right. keys: each
-    with its shard.
-    """
-    held = await contents(node, list(keys))
-    known: dict[int, set[Incarnation]] = {}
-    bits: dict[int, int | None] = {}
-    async with deadline(STEP_TIMEOUT_S):
-        for shard in set(keys.values()):
-            names = keyspace.of_shard(shard)
-            bits[shard] = await bucket_bits_of(redis, names)
-            writing = await redis.hkeys(names["applied"])
-            dying = await redis.smembers(names["dead"])
-            known[shard] = set(filter(None, map(parse_incarnation, (*writing, *dying))))
-    wrong = []
-    for (key, shard), entries in zip(keys.items(), held, strict=True):
-        _, name = keyspace.parse(key) or (None, "")
-        if not is_bucket(name.removeprefix("blocks:"), bits[shard]):
-            wrong.append((key, "a bucket that nobody looks for", ""))
-            continue
-        if entries is None:
-            wrong.append((key, "a bucket that is not a hash", ""))
-            continue
-        for block, owners in entries.items():
-            where = f"{readable(block)} {readable(owners)}"
-            is_one = OWNERS.fullmatch(owners)
-            incs = [inc for inc, _ in parse_owners(owners)] if is_one else []
-            if not is_one or incs != sorted(set(incs)):
-                wrong.append((key, "owners that cannot be read", where))
-            elif set(incs) - known[shard]:
-                wrong.append((key, "an unknown owner that no sweep removes", where))
-            elif parse_backs(parse_field(owners)[0]).keys() - set(incs):
-                wrong.append((key, "where the engine of no owner goes on", where))
-    return wrong
