@@ -12,11 +12,10 @@ from app.edge.client import COMMENT
 from app.state.scripts import ScriptRunner
 from tests.door.conftest import completing, replica, until_serving
 from tests.fake_worker import KEYS, FakeWorker, worker_info
-from tests.fakes.dialects import DIALECTS
+from tests.fakes.dialects import BODIES, DIALECTS
 from tests.fakes.engine import fake_engine
 from tests.fakes.faults import Faults
 from tests.fakes.said import Said
-from tests.fakes.test_engine import BODIES
 
 SOON = 0.05
 ENDS = [

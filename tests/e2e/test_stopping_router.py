@@ -13,8 +13,8 @@ from tests.door.conftest import models
 from tests.e2e.engines import Process
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, NAMESPACE, FakeWorker, worker_info
+from tests.fakes.dialects import BODIES
 from tests.fakes.engine import fake_engine
-from tests.fakes.test_engine import BODIES
 
 SLOW = 200
 """Tokens of an answer, 50 ms each: ten seconds."""

@@ -8,6 +8,13 @@ from tests.fakes.said import embedding
 
 FAULT = "the engine core has died"
 _STATUSES = {400: "BadRequestError", 404: "NotFoundError"}
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": [1, 2, 3]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+    "/v1/responses": {"input": "hello"},
+}
+"""A body for each path on which answers may be streams."""
 
 
 class Chat:
