@@ -318,8 +318,8 @@ async def test_processes_that_are_told_of_some_engines_each_keep_theirs(redis, t
     source, partial = Told(), Told()
     async with (
         engines(4) as some,
-        running(redis, tmp_path / "1", source) as one,
-        running(redis, tmp_path / "2", partial, gone_s=LONG_S) as other,
+        running(redis, tmp_path / "1", source, lease_s=9.0) as one,
+        running(redis, tmp_path / "2", partial, lease_s=9.0, gone_s=LONG_S) as other,
     ):
         told = {str(i): engine(f"e{i}", each.url) for i, each in enumerate(some)}
         source.tell(told)
@@ -327,6 +327,11 @@ async def test_processes_that_are_told_of_some_engines_each_keep_theirs(redis, t
         await shared(one, other, 2)
         await until_live(redis, "e0", "e1", "e2", "e3")
         kept = dict(other.followers)
+
+        async def states():
+            return {follower.state for follower in kept.values()}
+
+        await eventually(states, lambda seen: seen == {"serving"})  # no longer handed over
         for key in kept:
             await acted_on(partial, other, {key: told[key]}, times=1)
         await acted_on(partial, other, told, times=1)
