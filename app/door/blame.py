@@ -20,7 +20,7 @@ from app.core.verdicts import FAILED, LACKS
 from app.door import blame
 from app.door.answer import events
 from app.door.answer.events import ABORTS, FAILURES, fields_of, is_error, parsed, reasons_of
-from app.door.asked import AUDIO
+from app.door.answer_request import AUDIO
 
 MAX_RETRY_AFTER_S = 60.0
 
@@ -184,7 +184,7 @@ MAX_PARSED_BYTES = 64 * 1024
 """A larger body is not parsed, as that would take milliseconds: it only has to begin and end like
 JSON."""
 _OPENS, _CLOSES = (b"{", b"["), (b"}", b"]")
-_OF_ERRORS = (b'"error"', b'"failed"')
+_ERROR_NAMES = (b'"error"', b'"failed"')
 _HAS: Mapping[str, str] = {
     "/v1/chat/completions": "choices",
     "/v1/completions": "choices",
@@ -260,7 +260,7 @@ def _failure_in(body: bytes, member: str) -> Failure | None:
 def status_of(body: bytes) -> int:
     """Returns the status that an answer with status 200 should have had: 200, unless it tells an
     error."""
-    if len(body) > MAX_PARSED_BYTES or not any(name in body for name in _OF_ERRORS):
+    if len(body) > MAX_PARSED_BYTES or not any(name in body for name in _ERROR_NAMES):
         return 200
     fields: Any = None
     with suppress(ValueError):

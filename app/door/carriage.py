@@ -32,7 +32,7 @@ from app.policy.decision import Decision, Source
 FIRST_TOKEN_S, TIMES_EXPECTED = 120.0, 10.0
 """A worker has so long until its first token, and so many times what was predicted: longer, and it
 hangs. What is predicted of engines that others use as well may be far too short."""
-_OF_STREAMS = {
+_STREAM_HEADERS = {
     b"content-type": b"text/event-stream; charset=utf-8",
     b"x-accel-buffering": b"no",
     b"cache-control": b"no-cache",
@@ -210,8 +210,8 @@ class Carriage:
         parser: Parser = self.outgoing.parser() if begun.in_events else Whole()
         life.parser = parser
         if begun.in_events:
-            headers = [each for each in headers if each[0] not in _OF_STREAMS]
-            headers += _OF_STREAMS.items()
+            headers = [each for each in headers if each[0] not in _STREAM_HEADERS]
+            headers += _STREAM_HEADERS.items()
         await client.start(answer.status, headers)
         rest: bytes | None = None
         while rest is None:

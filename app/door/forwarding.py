@@ -19,7 +19,13 @@ from app.core.worker_report import WorkerInfo
 from app.door.answer.events import MAX_TOKENS
 from app.door.answer.migration import Migrating
 from app.door.answer.stream import Stream
-from app.door.asked import DEFAULT_COMPLETION_TOKENS, TRANSFER, AnswerRequest, Api, ids_field
+from app.door.answer_request import (
+    DEFAULT_COMPLETION_TOKENS,
+    TRANSFER,
+    AnswerRequest,
+    Api,
+    ids_field,
+)
 from app.door.prompts.prompts import PromptIds
 from app.http.json_body import JsonBody
 
@@ -269,7 +275,7 @@ _TO_ENGINES = frozenset(
 )
 """Engines obey some headers (X-Vllm-Priority, X-Data-Parallel-Rank), so that only these go on."""
 _CLIENT_LIBRARY_HEADERS = b"x-stainless-"
-_DROPPED_OF_ANSWERS = _HOP_BY_HOP | {
+_DROPPED_HEADERS = _HOP_BY_HOP | {
     b"content-length",
     b"server",
     b"date",
@@ -298,7 +304,7 @@ def headers_for_engine(
 
 def headers_back(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Returns those of an engine's headers that its client gets. headers: names in lower case."""
-    named = _named_by_connection(headers) | _DROPPED_OF_ANSWERS
+    named = _named_by_connection(headers) | _DROPPED_HEADERS
     return [
         (name, value) for name, value in headers if name not in named and not name.startswith(_OURS)
     ]

@@ -17,7 +17,7 @@ from app.core.worker_report import WorkerInfo
 from app.door.answer.events import usage_in
 from app.door.answer.migration import Migrating
 from app.door.answer.stream import Stream, Whole
-from app.door.asked import PROMPTS
+from app.door.answer_request import PROMPTS
 from app.door.blame import takes_no_more
 from app.door.errors import ContextTooLong
 from app.door.evidence import Evidence

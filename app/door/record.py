@@ -13,7 +13,7 @@ from typing import NamedTuple
 from app.core.key_rules import Spending
 from app.core.outcomes import GONE, LEFT_BEFORE, NO_KEY, OK, Kind, kind_of, told_apart
 from app.core.usage import UsageSums, Who
-from app.door.asked import MODELS, AnswerRequest
+from app.door.answer_request import MODELS, AnswerRequest
 from app.door.model import Model
 from app.door.prompts.prompts import PromptIds
 from app.policy.decision import Decision, RouteRequest

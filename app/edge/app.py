@@ -30,7 +30,7 @@ from app.core.keys import Keyspace
 from app.core.settings.kinds import base_url, parse_origins
 from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
-from app.door.asked import MODELS, is_of_door
+from app.door.answer_request import MODELS, is_of_door
 from app.door.door import Door
 from app.door.engine.signs import EngineSigns
 from app.door.engine.upstream import Upstream

@@ -32,7 +32,7 @@ from app.core.errors import (
 )
 from app.core.key_rules import KeyRules, Rate, RateLimited
 from app.core.worker_report import WorkerInfo
-from app.door.asked import PASSED_ON, PATHS, Api
+from app.door.answer_request import PASSED_ON, PATHS, Api
 from app.door.blame import is_path_missing
 from app.door.engine.words import Cause, cause_in
 from app.door.errors import (
@@ -166,7 +166,7 @@ MAX_ERRORS = 100
 """Only a body with so many unknown fields has more. pydantic lists all of them or none, and a
 million would take seconds, in which no request is answered."""
 
-_ROOTS_OF_OPENAI = ("/v1/models", "/v1/chat/", "/v1/responses", "/v1/audio/", "/v1/images/")
+_OPENAI_ROOTS = ("/v1/models", "/v1/chat/", "/v1/responses", "/v1/audio/", "/v1/images/")
 """Paths, there or not, at which only OpenAI's clients ask."""
 
 
@@ -174,7 +174,7 @@ def dialect_of(path: str) -> Dialect:
     """Returns how errors are told at `path`, which need not exist."""
     if path.startswith("/v1/messages"):
         return Dialect.ANTHROPIC
-    if path in PATHS or path in PASSED_ON or path.startswith(_ROOTS_OF_OPENAI):
+    if path in PATHS or path in PASSED_ON or path.startswith(_OPENAI_ROOTS):
         return Dialect.OPENAI
     return Dialect.OURS
 
@@ -287,7 +287,7 @@ def _of(name: str, rate: Rate, left: int, dialect: Dialect) -> Iterator[tuple[st
 
 
 _TAKES_NO_KEY = f"{TAKES_NO_KEY}: see --worker-key, or --engine-api-key of `kvroute up`"
-_OF_WORKER = {
+_WORKER_ERRORS = {
     401: _TAKES_NO_KEY,
     403: _TAKES_NO_KEY,
     404: "no longer has the model that it announced",
@@ -310,7 +310,7 @@ def told(status: int, body: bytes, path: str, worker: WorkerInfo) -> tuple[int, 
         engine = worker.engine or "an unknown engine"
         message = f"The model's engine ({engine}, worker {worker.key}) has no {path}."
         status, cause = 400, Cause(message, code="path_not_supported")
-    elif (of_worker := _OF_WORKER.get(status)) is not None:
+    elif (of_worker := _WORKER_ERRORS.get(status)) is not None:
         status, cause = 502, Cause(f"Worker {worker.key} {of_worker}.", code="worker_failed")
     elif cause is None:
         text = body.decode(errors="replace").strip()

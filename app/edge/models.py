@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter
 from typing_extensions import TypedDict
 
-from app.door.asked import MODELS
+from app.door.answer_request import MODELS
 from app.door.errors import UnknownModel
 from app.door.model import Model
 from app.edge.errors import OpenAIError

@@ -17,9 +17,9 @@ from app.core.errors import (
 )
 from app.core.key_rules import Spending
 from app.core.types import REQUEST_ID, random_hex
-from app.door import asked, forwarding
+from app.door import answer_request, forwarding
 from app.door.answer.migration import can_migrate
-from app.door.asked import PATHS, PROMPTS, Api
+from app.door.answer_request import PATHS, PROMPTS, Api
 from app.door.carriage import Carriage
 from app.door.errors import (
     AnswerTimeout,
@@ -61,7 +61,7 @@ async def answer(client: Client) -> None:
     client.about = [(b"x-request-id", request_id.encode())]
     body = await _read(client)
     life.enter(Stage.TOKENS)
-    life.asked = generation = asked.read(PATHS[path], body.fields)
+    life.asked = generation = answer_request.read(PATHS[path], body.fields)
     if replica.keys.isolates:
         body = _salted(client, body, generation)
     again = partial(
@@ -187,7 +187,7 @@ async def count_tokens(client: Client) -> None:
     known here."""
     door = client.replica.door
     body = await _read(client)
-    client.record.asked = generation = asked.read(Api.MESSAGES, body.fields)
+    client.record.asked = generation = answer_request.read(Api.MESSAGES, body.fields)
     client.record.model = model = _found(client, generation.model)
     async with client.watched():
         ids = await door.prompts.of(Api.MESSAGES, model, body.fields, client.holder)
@@ -199,7 +199,7 @@ async def count_tokens(client: Client) -> None:
             await client.answer({"input_tokens": count, "context_management": about})
 
 
-def _salted(client: Client, body: JsonBody, generation: asked.AnswerRequest) -> JsonBody:
+def _salted(client: Client, body: JsonBody, generation: answer_request.AnswerRequest) -> JsonBody:
     """Returns the body with the salt of a tenant that shares no cache with others."""
     generation.cache_salt, given = salt_of(client, generation.cache_salt), generation.cache_salt
     if generation.cache_salt == given:
@@ -224,7 +224,7 @@ def _found(client: Client, asked_for: object) -> Model:
 
 
 async def _model_for(
-    client: Client, generation: asked.AnswerRequest, fields: Fields, asks: RouteRequest
+    client: Client, generation: answer_request.AnswerRequest, fields: Fields, asks: RouteRequest
 ) -> Model:
     """Returns the model that is asked for. A request for one that sleeps waits until it wakes, if
     the request would be answered then. Raises as Models.find_for."""
@@ -235,7 +235,7 @@ async def _model_for(
         return await models.find_for(generation.model, asks.session)
     except ModelUnavailable as error:
         api = generation.api
-        asked.check_answerable(api, fields)
+        answer_request.check_answerable(api, fields)
         if isinstance(ids := fields.get(PROMPTS[api]), np.ndarray):
             check_length(PROMPTS[api], len(ids), settings.max_prompt_tokens)
         async with client.watched():
@@ -257,7 +257,9 @@ async def _read(client: Client) -> JsonBody:
 def _form_of(client: Client) -> bytes:
     """Returns the content type of a form, where one may be; b"" for JSON."""
     kind = client.raw_headers.get(b"content-type", b"")
-    is_form = client.scope["path"].startswith(asked.AUDIO) and kind.lower().startswith(FORM)
+    is_form = client.scope["path"].startswith(answer_request.AUDIO) and kind.lower().startswith(
+        FORM
+    )
     return kind if is_form else b""
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from app.door.asked import is_of_door
+from app.door.answer_request import is_of_door
 
 ASKED = b"x-kvroute-console"
 """A header that no form can send, with what changes something: see `check_asked`."""

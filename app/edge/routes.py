@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
+from app.door.answer_request import COUNT_TOKENS, PASSED_ON, PATHS
 from app.edge import openai, route
 from app.edge.answers import BestWorker, RequestState, Routed
 from app.edge.client import Client

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from app.core.errors import ConfigError
 from app.core.settings.router import PickerSettings
-from app.door.asked import is_of_door
+from app.door.answer_request import is_of_door
 from app.edge.app import Application, serve_router
 from app.edge.errors import answer_to
 from app.edge.tls import certificate_of

@@ -64,7 +64,7 @@ INTERNAL = Meaning(500, "internal", FAULT)
 OF_THE_FRAMEWORK = {403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
 OF_OPENAI = {"invalid_request": None, "prompt_too_large": "context_length_exceeded"}
 """Codes that clients of the OpenAI API know under another name."""
-_OF_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
 class ErrorTable:
@@ -130,7 +130,7 @@ def body_of(meaning: Meaning, message: str, field: str | None, dialect: Dialect)
     if dialect is Dialect.OURS:
         return orjson.dumps(error_body(code or kind, message, field))
     if dialect is Dialect.ANTHROPIC:
-        kind = _OF_ANTHROPIC.get(status, kind)
+        kind = _ANTHROPIC_KINDS.get(status, kind)
         return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
     code_there = OF_OPENAI.get(code, code) or None
     return orjson.dumps(

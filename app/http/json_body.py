@@ -32,7 +32,7 @@ FROM_ROUTERS = "kv_transfer_params"
 _PIECE_BYTES = 64 * 1024
 """Bytes of a larger body's member that are looked at before other tasks run. Smaller bodies are
 read in a few ms."""
-_OF_IDS = b"0123456789,[] \t\r\n"
+_ID_CHARACTERS = b"0123456789,[] \t\r\n"
 _ONE = re.compile(rb"\][ \t\r\n]*\]\Z")
 _NO_BATCH = re.compile(rb"\A\[[ \t\r\n]*[0-9\]]|\][ \t\r\n]*,[ \t\r\n]*[0-9]")
 """Sign that an array of numbers and arrays has an item that is no array."""
@@ -47,7 +47,7 @@ _HALF = re.compile(
 )
 """Text without, and then one half of a pair of escapes that stands for one character: JavaScript
 and Python write such halves, and no engine takes them."""
-_OF_HALVES = re.compile("escape|surrogate|truncated")
+_HALF_PAIRS = re.compile("escape|surrogate|truncated")
 
 
 class _Name(str):
@@ -138,7 +138,7 @@ class JsonBody:
                 raw, type=dict[_Name, msgspec.Raw], dec_hook=named
             )
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            if _OF_HALVES.search(str(error)) and len(raw) <= MAX_HALVED_BYTES:
+            if _HALF_PAIRS.search(str(error)) and len(raw) <= MAX_HALVED_BYTES:
                 parts, at = list[bytes](), 0
                 while (half := _HALF.match(raw, at)) and len(parts) < 2 * MAX_HALVES:
                     parts += [half[1], rb"\ufffd"]
@@ -206,7 +206,7 @@ def _value(name: str, text: bytes) -> Any:
 
 
 def _has_only_numbers(text: bytes) -> bool:
-    return text.startswith(b"[") and not text.translate(None, _OF_IDS)
+    return text.startswith(b"[") and not text.translate(None, _ID_CHARACTERS)
 
 
 def _ids(text: bytes) -> NDArray[np.uint64] | None:

@@ -39,7 +39,7 @@ DETAILED_WORKERS = 64
 """Candidates are recorded less often with more workers: of 1,000 they are 160 KB of Redis's memory
 each time, and 20 routers could record them 400 times a second."""
 ROWS = tuple(f.name for f in fields(Candidates))
-NOT_OF_CANDIDATES = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
+OTHER_TERMS = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
 """Terms that do not follow from the candidates."""
 
 
@@ -47,7 +47,7 @@ NOT_OF_CANDIDATES = (COMPUTING, SHARED_TERM, LATE_TERM, AWAY_TERM, FAILED_TERM)
 class ChoiceInputs:
     """Everything that one choice was made from.
 
-    eligible: which workers the request allows, (workers,). others: the terms NOT_OF_CANDIDATES that
+    eligible: which workers the request allows, (workers,). others: the terms OTHER_TERMS that
     its costs had, (workers,) each.
     """
 
@@ -135,7 +135,7 @@ def record_of(
         seen = ChoiceInputs(
             [str(info.key) for info in view.infos],
             *(plan.size.block_size, plan.candidates, plan.who.targets.tolist(), plan.affinity),
-            {name: terms[name] for name in NOT_OF_CANDIDATES if name in terms},
+            {name: terms[name] for name in OTHER_TERMS if name in terms},
         )
     source = decision.source
     return DecisionRecord(

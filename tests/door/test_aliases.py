@@ -5,7 +5,7 @@ from aiohttp import web
 
 from app.core.settings.kinds import parse_aliases
 from app.core.settings.router import RouterSettings
-from app.door.asked import RERANKS, SCORES
+from app.door.answer_request import RERANKS, SCORES
 from app.edge.app import create_app
 from app.edge.reload import LiveSettings
 from tests.door.conftest import completing, models, replica

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from app.door.asked import COUNT_TOKENS
+from app.door.answer_request import COUNT_TOKENS
 from tests.door.conftest import MODEL, replica, sick_worker, until_serving
 from tests.door.test_answers import counted
 from tests.e2e.engines import agent_here

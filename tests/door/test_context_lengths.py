@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.door.asked import Api, output_room
+from app.door.answer_request import Api, output_room
 from tests.door.conftest import replica, sick_worker, until_serving
 from tests.door.test_answers import LLAMA, counted
 from tests.eventually import eventually

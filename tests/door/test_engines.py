@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.door.asked import Api, ids_field
+from app.door.answer_request import Api, ids_field
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from aiohttp import web
 
-from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
+from app.door.answer_request import COUNT_TOKENS, PASSED_ON, PATHS
 from tests.door.conftest import registered, replica, until_serving
 
 PAGE = (Path(__file__).parents[2] / "docs/front-door.md").read_text()

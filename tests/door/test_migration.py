@@ -10,11 +10,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from app.door import asked
+from app.door import answer_request
 from app.door.answer import migration
 from app.door.answer.events import usage_in
 from app.door.answer.migration import Migrating, can_migrate
-from app.door.asked import Api
+from app.door.answer_request import Api
 from app.door.forwarding import Outgoing
 from app.door.prompts.prompts import PromptIds
 from app.door.record import Usage
@@ -181,7 +181,7 @@ def test_a_worker_that_fails_after_the_last_token_leaves_a_whole_answer(drops_us
 )
 def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more, can):
     fields = {"model": "m", "messages": [], "stream": True} | more
-    wanted = asked.read(Api.CHAT, fields)
+    wanted = answer_request.read(Api.CHAT, fields)
     ours = replace(worker_info("a"), engine="kvroute sim")
     assert can_migrate(wanted, fields, IDS, [ours]) == can
     for engine in ("sglang 0.5", "vllm 0.31.0"):
@@ -191,7 +191,9 @@ def test_only_what_tokens_alone_tell_can_go_on_elsewhere(more, can):
 def test_what_is_left_is_asked_for_by_all_the_tokens_so_far():
     raw = b'{"model":"m","messages":[],"stream":true,"max_completion_tokens":9,"min_tokens":4}'
     body = JsonBody.parse(raw)
-    outgoing = Outgoing(body, asked.read(Api.CHAT, body.fields), IDS, "m", can_migrate=True)
+    outgoing = Outgoing(
+        body, answer_request.read(Api.CHAT, body.fields), IDS, "m", can_migrate=True
+    )
     ours = replace(worker_info("a"), engine="kvroute sim")
     assert orjson.loads(outgoing.for_worker(ours))["return_token_ids"] is True
     assert outgoing.goes_on([7, 8])

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.door.asked import PATHS
+from app.door.answer_request import PATHS
 from app.local.redis_server import LOOPBACK, free_port
 from tests.eventually import eventually
 from tests.redis_servers import require_binary

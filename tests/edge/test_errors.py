@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from app.core.settings.router import RouterSettings
-from app.door.asked import COUNT_TOKENS, PASSED_ON, PATHS
+from app.door.answer_request import COUNT_TOKENS, PASSED_ON, PATHS
 from app.edge import answers, errors
 from app.edge.app import create_app
 from app.http import body

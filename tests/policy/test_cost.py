@@ -22,7 +22,7 @@ from app.policy.cost import (
     predicted_prefill_s,
     sharing,
 )
-from app.policy.record import NOT_OF_CANDIDATES
+from app.policy.record import OTHER_TERMS
 
 PAGE = Path(__file__).parents[2] / "docs/design/costs.md"
 ROUND_SPEED = Speed(
@@ -78,7 +78,7 @@ def test_the_terms_of_every_policy_add_up_to_its_cost(policy, seed):
 
 def test_the_page_on_costs_has_every_term_of_latency():
     cost = discounted(latency, Affinity(0, 0.5))
-    terms = {*cost(candidates(1, receiving_s=[1.0]), SIZE).terms, *NOT_OF_CANDIDATES}
+    terms = {*cost(candidates(1, receiving_s=[1.0]), SIZE).terms, *OTHER_TERMS}
     assert set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) == terms
 
 

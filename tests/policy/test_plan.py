@@ -18,7 +18,7 @@ from app.policy.cost import latency
 from app.policy.decision import Query, RouteRequest
 from app.policy.locality import Best, Locality
 from app.policy.plan import WorkerSelector
-from app.policy.record import NOT_OF_CANDIDATES, record_of
+from app.policy.record import OTHER_TERMS, record_of
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
 from tests.policy.test_view import ONE, THREE, TWO, info
@@ -234,7 +234,7 @@ def test_a_record_is_priced_again_with_what_does_not_follow_from_its_candidates(
     record = record_of(planned, Pace(per_s=1), 10.0)
     for candidate, cost in zip(planned.decision.candidates, record.costs.cost, strict=True):
         assert cost == pytest.approx(candidate.cost)
-    assert all(record.costs.terms[name].any() for name in NOT_OF_CANDIDATES)
+    assert all(record.costs.terms[name].any() for name in OTHER_TERMS)
     assert record.seen is not None
     assert record.seen.workers[record.costs.cost.argmin()] == record.worker
 

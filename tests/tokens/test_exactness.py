@@ -6,7 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from app.door.asked import PATHS, Api
+from app.door.answer_request import PATHS, Api
 from app.tokens import Unrenderable, chat_of_messages, chat_of_response, load
 from tests.tokens.capture import agents
 from tests.tokens.models import FAMILIES

@@ -27,7 +27,7 @@ USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*\{')
 _TTFT = re.compile(rb'"time_to_first_token_ms"\s*:\s*(\d{1,9}(?:\.\d{1,20})?)')
 """Time to the first token in `metrics` of vLLM, where no quotes around it are escaped."""
 _NAMES_ERROR = re.compile(rb"(?:\A|\n)event:\s*(?:error|response\.failed)\s*\n")
-_TYPES_OF_ERROR = ("error", "response.failed")
+_ERROR_TYPES = ("error", "response.failed")
 ABORTED, CUT = "aborted", "cut"
 """How an answer fails at its end: by a reason that is a failure, or as it ends without one."""
 FAILURES = frozenset(("abort", "aborted", "cancelled", "canceled", "error", "failed"))
@@ -83,7 +83,7 @@ def is_error(fields: Mapping[str, Any]) -> bool:
     return (
         bool(fields.get("error"))
         or fields.get("object") == "error"
-        or fields.get("type") in _TYPES_OF_ERROR
+        or fields.get("type") in _ERROR_TYPES
         or (fields.get("object") == "response" and fields.get("status") == "failed")
     )
 

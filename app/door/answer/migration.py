@@ -22,7 +22,7 @@ from app.door.answer.events import (
     usage_in,
 )
 from app.door.answer.stream import Stream
-from app.door.asked import AnswerRequest, Api, ids_field, returns_ids
+from app.door.answer_request import AnswerRequest, Api, ids_field, returns_ids
 from app.door.prompts.prompts import PromptIds
 
 _CONTINUABLE = frozenset(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from app.core.errors import InvalidRequest
 from app.core.worker_report import WorkerInfo
-from app.door.asked import given_ids
+from app.door.answer_request import given_ids
 from app.door.engine.connection import UpstreamError
 from app.door.engine.upstream import Upstream
 from app.door.errors import NotTokenized

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.core.errors import RouterOverloaded
 from app.core.hashing import Tokens
-from app.door.asked import PROMPTS, Api, given_ids, prompt_sizes
+from app.door.answer_request import PROMPTS, Api, given_ids, prompt_sizes
 from app.door.engine.upstream import Upstream
 from app.door.errors import ContextTooLong, NotTokenized
 from app.door.model import Model

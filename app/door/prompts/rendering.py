@@ -8,7 +8,7 @@ from typing import Any
 
 from app.core.chains import trail_of
 from app.core.errors import InvalidRequest, shown
-from app.door.asked import PROMPTS, Api, ids_field
+from app.door.answer_request import PROMPTS, Api, ids_field
 from app.door.errors import NotTokenized
 from app.door.model import Model
 from app.http.json_body import Fields, dumps

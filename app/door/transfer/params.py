@@ -15,7 +15,7 @@ import orjson
 
 from app.core.errors import shown
 from app.core.worker_report import WorkerInfo
-from app.door.asked import TRANSFER
+from app.door.answer_request import TRANSFER
 
 MAX_TEXT = 255
 MAX_NUMBER = 2**53

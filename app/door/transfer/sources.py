@@ -7,7 +7,7 @@ from typing import Any
 
 from app.core.fetches import NIXL
 from app.core.worker_report import WorkerInfo
-from app.door.asked import AnswerRequest, Api
+from app.door.answer_request import AnswerRequest, Api
 from app.door.engine.upstream import Upstream
 from app.door.prompts.prompts import PromptIds
 from app.door.transfer.base import NO_TRANSFER, SourceCall, Transfer, TransferProtocol

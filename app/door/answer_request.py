@@ -67,12 +67,12 @@ _BATCHES = (Api.COMPLETIONS, Api.EMBEDDINGS, Api.RERANK, Api.SCORE)
 """APIs whose prompts may be several, each of up to a context."""
 
 
-_OF_DOOR = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))
+_DOOR_PATHS = frozenset((*PATHS, *PASSED_ON, COUNT_TOKENS, MODELS))
 
 
 def is_of_door(path: str) -> bool:
     """Whether requests to `path` are for the front door, and so logged and counted as such."""
-    return path in _OF_DOOR or path.startswith(MODELS + "/")
+    return path in _DOOR_PATHS or path.startswith(MODELS + "/")
 
 
 @dataclass(slots=True)

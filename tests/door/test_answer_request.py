@@ -2,8 +2,8 @@
 
 import pytest
 
-from app.door import asked
-from app.door.asked import Api
+from app.door import answer_request
+from app.door.answer_request import Api
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from app.door.asked import Api
     ],
 )
 def test_probabilities_of_the_prompt_make_an_engine_pass_its_cache_by(api, more, reads):
-    assert asked.read(api, more).reads_cache == reads
+    assert answer_request.read(api, more).reads_cache == reads
