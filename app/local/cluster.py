@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from app.options import flags
 log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
+ENDING_S = 3.0
+"""Seconds in which a worker ends that nothing keeps."""
 REACHED_BY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - only where the user asks for it
 """Address to connect to, by the address that listens everywhere."""
 _SECRETS = ("api_key", "engine_api_key", "metrics_key", "worker_key")
@@ -326,6 +328,8 @@ class Cluster:
         behind = [*self.workers, *self.agents]
         for member in sorted(self.members, key=lambda member: member in behind):
             if member in behind:
+                with suppress(subprocess.TimeoutExpired):
+                    member.process.wait(ENDING_S)
                 member.process.terminate()
             try:
                 member.process.wait(max(0.0, deadline - time.monotonic()))

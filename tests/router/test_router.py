@@ -88,7 +88,7 @@ class ScriptedRunner(ScriptRunner):
             self.num_wishes += sum(len(row) // len(ReserveRow._fields) for row in rows)
         if "reserve" in names and ran and self.answer_is_lost:
             raise TimeoutError
-        if "loads" in names and self.after_look_up:
+        if "match" in names and self.after_look_up:  # not those that only refresh the loads
             await self.after_look_up()
         return replies
 

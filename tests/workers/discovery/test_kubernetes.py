@@ -44,6 +44,9 @@ class Watched:
     async def until_watched(self, times=1):
         await eventually(self._watches, lambda seen: seen >= times)
 
+    async def num_open(self):
+        return self.server.num_open
+
     async def _watches(self):
         return len(self.server.watches)
 
@@ -57,7 +60,7 @@ async def watched(*names, namespaces=NAMESPACE):
         seen = Watched(server, Pods(process, configuration))
         task = asyncio.create_task(seen.pods.follow(seen.tell))
         try:
-            await seen.until_watched()
+            await eventually(seen.num_open, lambda number: number == namespaces.count(",") + 1)
             yield seen
         finally:
             task.cancel()
