@@ -34,6 +34,7 @@ def run(command: list[str]) -> tuple[int, str]:
         assert process.stdout is not None
         for line in process.stdout:
             sys.stdout.write(line)
+            sys.stdout.flush()
             if found := PASSED.match(line):
                 counts = found[1].strip()
     return process.returncode, counts

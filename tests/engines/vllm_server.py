@@ -70,6 +70,8 @@ class VllmServer:
             f'"replay_endpoint":"tcp://*:{self.replay_port}"}}'
         )
         command = [
+            # Its workers spin: what is tested beside them would wait for a core of two.
+            *("nice", "-n", "10"),
             *(VENV / "bin" / "vllm", "serve", self._folder / "model"),
             *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager"),
