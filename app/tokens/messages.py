@@ -44,6 +44,13 @@ _LEFT_TO_THE_ENGINE: dict[str, Reason] = {
 }
 """Members of a request that change how it is rendered, unless null, false or an empty object."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MEMBERS = frozenset(
+    {
+        *("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
+        *("add_generation_prompt", "continue_final_message", *_LEFT_TO_THE_ENGINE),
+    }
+)
+"""Members of a request that its rendering depends on."""
 _OVERRULED = frozenset({"add_generation_prompt", "continue_final_message", "reasoning_effort"})
 """Variables of templates that other members of a request say."""
 _TOKENIZER_ARGUMENTS = frozenset(
@@ -148,9 +155,8 @@ def _tool(tool: Any) -> dict[str, Any]:
 def chat_of(body: Mapping[str, Any], content: ContentFormat, *, takes_developers: bool) -> Chat:
     """Returns the chat in the body of a request, for a template of these habits. Raises
     Unrenderable."""
-    names = body.keys()
     for name, reason in _LEFT_TO_THE_ENGINE.items():
-        value = body[name] if name in names else None
+        value = body.get(name)
         if value is not None and value is not False and value != {}:
             raise Unrenderable(reason, f"{name} is given")
     tools = tools_of(body)
@@ -227,6 +233,10 @@ def text_of(value: Any) -> str:
 
 
 def _content(message: Message, role: str, content_format: ContentFormat) -> object:
+    content = message.get("content")
+    if isinstance(content, str) and role != "system":
+        is_text = content_format == "string" or role == "tool"
+        return content if is_text else [{"type": "text", "text": content}]
     parts = _parts(message, role)
     texts = [part[_PARTS[part["type"]]] for part in parts]
     if content_format == "string":
