@@ -157,7 +157,7 @@ async def _change(redis: Redis, keyspace: Keyspace, first: int, count: int) -> N
         some = rng.sample(others, min(count, len(others)))
         args = [arg for inc in some for arg in (inc, rng.randrange(1_000_000))]
         keys = keyspace["load"], keyspace["versions"]
-        await redis.eval(CHANGE, 2, *keys, LOAD_FIELDS.index("routed_us"), *args)
+        await redis.eval(CHANGE, 2, *keys, LOAD_FIELDS.index("routed_tokens"), *args)
         await asyncio.sleep(EVERY_S)
 
 

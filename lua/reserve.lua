@@ -107,8 +107,8 @@ end
 
 local function reserve_wish(l, wish, request_id, state, has_source, ends_ms)
   rounds = rounds + share
-  l.routed_us = math.floor(l.routed_us * math.exp(math.min(0, l.routed_at - rounds) / MEMORY))
-    + wish.prefill_us
+  l.routed_tokens = math.floor(l.routed_tokens * math.exp(math.min(0, l.routed_at - rounds) / MEMORY))
+    + wish.prefill_tokens
   l.routed_at = rounds
   if wish.sending_ms ~= '0' then
     l.sending_until_ms = math.max(l.sending_until_ms, now) + tonumber(wish.sending_ms)

@@ -35,11 +35,11 @@ class Load:
     requests: int = 0
     decoding: int = 0
     total: int = 0
-    routed_us: int = field(default=0, compare=False)
-    """Predicted prefill, µs, of the requests routed here, fading as others follow; as of
+    routed_tokens: int = field(default=0, compare=False)
+    """Tokens to be computed of the requests routed here, fading as others follow; as of
     `routed_at`."""
     routed_at: int = field(default=0, compare=False)
-    """`Snapshot.rounds` when `routed_us` last changed."""
+    """`Snapshot.rounds` when `routed_tokens` last changed."""
     sending_until_ms: int = field(default=0, compare=False)
     """Time, ms, at which all KV promised to others will have left, one transfer after another."""
     receiving_until_ms: int = field(default=0, compare=False)
@@ -54,9 +54,9 @@ class Load:
         """Returns seconds for which predicted first tokens have been late."""
         return (now_ms - self.head_since_ms) / 1000 - self.prefill_us / 1e6
 
-    def routed_s(self, rounds: int) -> float:
-        """Returns predicted seconds of prefill routed here lately, as of `rounds`."""
-        return self.routed_us / 1e6 * fading(rounds - self.routed_at)
+    def routed_lately(self, rounds: int) -> float:
+        """Returns tokens of prefill routed here lately, as of `rounds`."""
+        return self.routed_tokens * fading(rounds - self.routed_at)
 
     def sending_s(self, now_ms: int) -> float:
         return max(0, self.sending_until_ms - now_ms) / 1000
@@ -66,8 +66,8 @@ class Load:
 
     def add(self, reservation: Reservation, now_ms: int, rounds: int) -> None:
         """Counts one more reservation, which completes `rounds`, as lua/reserve.lua does."""
-        self.routed_us = int(self.routed_us * fading(rounds - self.routed_at))
-        self.routed_us += reservation.prefill_us
+        self.routed_tokens = int(self.routed_tokens * fading(rounds - self.routed_at))
+        self.routed_tokens += reservation.prefill_tokens
         self.routed_at = rounds
         self.blocks += reservation.blocks
         self.total += 1

@@ -56,9 +56,9 @@ def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> 
     lacking = size.isl_tokens / size.block_size - candidates.overlap[at]
     device = candidates.overlap_device.copy()
     device[at] += affinity.fraction * max(lacking, 0.0)
-    routed = candidates.routed_s.copy()
+    routed = candidates.routed_tokens.copy()
     routed[at] = routed.min()
-    return replace(candidates, overlap_device=device, routed_s=routed)
+    return replace(candidates, overlap_device=device, routed_tokens=routed)
 
 
 def _is_overloaded(candidates: Candidates, size: RequestSize, affinity: Affinity) -> bool:

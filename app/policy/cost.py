@@ -89,7 +89,7 @@ class Candidates:
     active_blocks: KV blocks of the prompts in flight; a shared block counts once for each prompt.
     active_requests: in flight; decoding_requests: those past their first token. max_requests: a
     worker with this many active_requests is full.
-    routed_s: predicted prefill seconds routed there, which fade as requests follow, to any worker.
+    routed_tokens: uncached prompt tokens routed there, fading as requests follow to any worker.
     sending_s: predicted seconds for which KV handed on to others keeps its link busy. receiving_s:
     predicted seconds until what is on its way from others has come.
     others_requests: those of active_requests that no router reserved, and max_requests allows
@@ -109,7 +109,7 @@ class Candidates:
     active_requests: Floats
     decoding_requests: Floats
     max_requests: Floats
-    routed_s: Floats
+    routed_tokens: Floats
     sending_s: Floats
     receiving_s: Floats
     others_requests: Floats
@@ -194,7 +194,8 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     }
     idle = _idle_weight(requests)
     if idle:
-        routed = candidates.routed_s
+        # In tokens: seconds predicted before the engine was measured would count for long.
+        routed = candidates.routed_tokens * candidates.prefill_s_per_token
         routed = np.where(requests > 0.0, routed[routed.argmax()], routed)
         terms["spread_s"] = idle * (routed - least(routed))
     if size.priority != "normal":

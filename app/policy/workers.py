@@ -36,7 +36,7 @@ LOAD_ROWS = (
     "active_requests",
     "decoding_requests",
     "max_requests",
-    "routed_s",
+    "routed_tokens",
     "sending_s",
     "receiving_s",
     "others_requests",
@@ -64,7 +64,14 @@ _PLACES = np.array(
         LOAD_FIELDS.index(name)
         for name in (
             *("total", "total", "total", "prefill_tokens", "prefill_us", "blocks", "requests"),
-            *("decoding", "total", "routed_us", "sending_until_ms", "receiving_until_ms", "total"),
+            *(
+                "decoding",
+                "total",
+                "routed_tokens",
+                "sending_until_ms",
+                "receiving_until_ms",
+                "total",
+            ),
         )
     ]
 )
@@ -72,6 +79,8 @@ _PLACES = np.array(
 KV_TOTAL = list(METRICS_ROWS).index("kv_total_blocks")
 SPEED_ROWS = tuple(f.name for f in fields(Speed))
 
+_SPEED = slice(-len(SPEED_ROWS), None)
+_TOKEN_S = SPEED_ROWS.index("prefill_s_per_token")
 _of_metrics = attrgetter(*METRICS_ROWS.values())
 _of_speed = attrgetter(*SPEED_ROWS)
 
@@ -89,7 +98,7 @@ def load_rows(load: Load, now_ms: int, max_requests: int, rounds: int) -> tuple[
         load.requests,
         load.decoding,
         max_requests,
-        load.routed_s(rounds),
+        load.routed_lately(rounds),
         load.sending_s(now_ms),
         load.receiving_s(now_ms),
         0.0,
@@ -105,7 +114,7 @@ def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Flo
     rows[QUEUE] = (rows[QUEUE] - np.maximum(drained_us, 0.0)) / 1e6
     rows[MOST_REQUESTS] = max_requests
     past = np.maximum(rounds - load[_ROUTED_AT], 0.0)
-    rows[ROUTED] *= np.exp(past / -(MEMORY_ROUNDS * ROUND)) / 1e6
+    rows[ROUTED] *= np.exp(past / -(MEMORY_ROUNDS * ROUND))
     links = rows[_LINKS]
     links -= now_ms
     rows[_LINKS] = np.maximum(links, 0.0) / 1000.0
@@ -114,6 +123,17 @@ def rows_of(loads: Loads, now_ms: int, max_requests: Floats, rounds: int) -> Flo
 
 def measured_rows(metrics: ForwardPassMetrics, speed: Speed) -> tuple[float, ...]:
     return (*_of_metrics(metrics), *_of_speed(speed))
+
+
+def assume_speeds(rows: Floats) -> None:
+    """Gives workers that were not measured yet the speed of the fastest one that was, in rows that
+    end with SPEED_ROWS: by a default that is slower, they would be left alone, and never measured.
+    """
+    speeds = rows[_SPEED]
+    unmeasured = speeds[_TOKEN_S] == DEFAULT_SPEED.prefill_s_per_token
+    if unmeasured.any() and not unmeasured.all():
+        fastest = np.where(unmeasured, np.inf, speeds[_TOKEN_S]).argmin()
+        speeds[:, unmeasured] = speeds[:, [fastest]]
 
 
 def others_rows(others: reported.Others) -> Floats:
@@ -228,6 +248,7 @@ class Workers:
         registered = np.array([self.infos[place].kv_total_blocks for place in places], np.float64)
         np.copyto(rows[KV_TOTAL], registered, where=rows[KV_TOTAL] == 0)
         self.rows[:, places] = rows
+        assume_speeds(self.rows)
         totals = rows[KV_TOTAL].tolist()
         said = [
             reported.row_of(m.metrics, total, m.speed, m.at_ms)

@@ -34,6 +34,7 @@ from app.policy.transfer import (
     demands,
     routes_with_source,
 )
+from app.policy.workers import assume_speeds
 from app.simulation.books import Booking, Books
 from app.simulation.flights import Flight
 from app.simulation.setting import PolicyVariant, Setting
@@ -155,7 +156,9 @@ class SimDecider:
             )
             for place, others in zip(self._live, in_flight, strict=True)
         ]
-        candidates = Candidates(*np.array(columns, dtype=np.float64).T)
+        rows = np.array(columns, dtype=np.float64).T
+        assume_speeds(rows)
+        candidates = Candidates(*rows)
         if self.counts_once:
             beside = [others.num_blocks_beside(request.blocks) for others in in_flight]
             candidates.active_blocks = np.array(beside, dtype=np.float64)

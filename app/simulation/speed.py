@@ -65,6 +65,9 @@ class LeastSquares:
         if self._gram[0, 0] >= STEPS_TO_EXPECT:
             seconds = np.minimum(seconds, np.maximum(STALL * (x @ self.weights()), STALL_S))
         x /= self._scale
+        # No weight is negative: a step shorter than priors say shows that they are too large.
+        expected = np.maximum(x @ self._pull, 1e-12)
+        self._pull *= np.min(seconds / expected, initial=1.0, where=seconds > 0)
         weights = weight * FORGET ** np.arange(len(x) - 1, -1, -1)
         fade = FORGET ** len(x)
         self._gram = fade * self._gram + x.T @ (weights[:, None] * x)

@@ -64,8 +64,8 @@ async def assert_same(space, *known):
     for one in known:
         seen = await look(space, one)
         assert dict(seen.loads) == dict(full.loads)
-        assert [load.routed_us for load in seen.loads.values()] == [
-            load.routed_us for load in full.loads.values()
+        assert [load.routed_tokens for load in seen.loads.values()] == [
+            load.routed_tokens for load in full.loads.values()
         ]
         assert (seen.lapsed, seen.unreadable) == (full.lapsed, full.unreadable)
         assert (seen.rounds, seen.workers_ms, seen.marks) == (

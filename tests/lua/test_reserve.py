@@ -37,17 +37,21 @@ async def test_a_reservation_is_counted_on_its_worker(space, inc):
 async def test_what_was_routed_to_a_worker_fades_alike_in_redis_and_in_a_router(space, a, b):
     routed, rounds = {a: Load(), b: Load()}, 0
     for n, inc in enumerate([a, a, b, a, *[b] * 28]):
-        us = 1_000_000 // (n + 1)
-        assert await space.reserve(inc, f"r{n}", us=us) is None
+        tokens = 1_000_000 // (n + 1)
+        assert await space.reserve(inc, f"r{n}", tokens=tokens) is None
         rounds += ROUND // 2
-        routed[inc].add(Reservation(f"r{n}", prefill_tokens=1, prefill_us=us, blocks=1), 0, rounds)
+        routed[inc].add(Reservation(f"r{n}", tokens, prefill_us=1, blocks=1), 0, rounds)
         await space.release(f"r{n}")
     snapshot = await space.loads()
     assert snapshot.rounds == rounds == 16 * ROUND
     for inc, load in snapshot.loads.items():
-        assert (load.routed_us, load.routed_at) == (routed[inc].routed_us, routed[inc].routed_at)
-    # 1.75 s, 1.29 of which is 16 rounds old and the rest 14 and more.
-    assert 0.6 < snapshot.loads[a].routed_s(rounds) < 0.75 < snapshot.loads[b].routed_s(rounds)
+        assert (load.routed_tokens, load.routed_at) == (
+            routed[inc].routed_tokens,
+            routed[inc].routed_at,
+        )
+    # 1.75 million, 1.29 of which are 16 rounds old and the rest 14 and more.
+    one, other = (snapshot.loads[inc].routed_lately(rounds) for inc in (a, b))
+    assert 600_000 < one < 750_000 < other
 
 
 @pytest.mark.parametrize("of_source_us", [0, 40_000_000])
@@ -97,14 +101,14 @@ async def test_a_prefix_on_its_way_is_known_alike_in_redis_and_in_a_router(space
 
 async def test_a_redis_that_lost_its_count_of_rounds_lets_nothing_grow(space, a, b):
     await space.redis.hset(space.key("meta"), "rounds", 10**9)
-    await space.reserve(a, "r1", us=1000)
+    await space.reserve(a, "r1", tokens=1000)
     await space.redis.hdel(space.key("meta"), "rounds")
-    await space.reserve(a, "r2", us=500)
-    await space.reserve(b, "r3", us=0)
+    await space.reserve(a, "r2", tokens=500)
+    await space.reserve(b, "r3", tokens=1)
     snapshot = await space.loads()
     assert snapshot.rounds == ROUND
-    assert snapshot.loads[a].routed_us == 1500
-    assert snapshot.loads[a].routed_s(snapshot.rounds) == pytest.approx(0.0015, rel=0.2)
+    assert snapshot.loads[a].routed_tokens == 1500
+    assert snapshot.loads[a].routed_lately(snapshot.rounds) == pytest.approx(1500, rel=0.2)
 
 
 async def test_the_oldest_prefill_is_the_head_and_drains(space, inc):

@@ -58,9 +58,11 @@ def test_a_worker_that_holds_the_whole_prompt_gets_no_discount():
 
 
 def test_what_a_session_sent_to_its_worker_does_not_count_against_it():
-    seen = candidates(2, overlap_device=[0, 10], routed_s=[1.0, 3.0])
-    assert POLICIES["latency"].cost(seen, SIZE).terms["spread_s"].tolist() == [0.0, 2.0]
-    assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(-2.0)
+    seen = candidates(2, overlap_device=[0, 10], routed_tokens=[1e4, 3e4])
+    assert POLICIES["latency"].cost(seen, SIZE).terms["spread_s"].tolist() == pytest.approx(
+        [0, 1.7]
+    )
+    assert discount("latency", seen, Affinity(1, 0.5)) == pytest.approx(-1.7)
 
 
 def test_a_full_worker_is_not_chosen_for_its_session():

@@ -14,6 +14,7 @@ from app.policy.cost import (
     POLICIES,
     Candidates,
     RequestSize,
+    awaiting,
     balance,
     blocks,
     latency,
@@ -22,7 +23,7 @@ from app.policy.cost import (
     predicted_prefill_s,
     sharing,
 )
-from app.policy.record import OTHER_TERMS
+from app.policy.health import avoiding, late, unheard
 
 PAGE = Path(__file__).parents[2] / "docs/design/costs.md"
 ROUND_SPEED = Speed(
@@ -76,10 +77,22 @@ def test_the_terms_of_every_policy_add_up_to_its_cost(policy, seed):
     assert_allclose(sum(costs.terms.values(), np.zeros(20)), costs.cost, rtol=1e-12)
 
 
-def test_the_page_on_costs_has_every_term_of_latency():
-    cost = discounted(latency, Affinity(0, 0.5))
-    terms = {*cost(candidates(1, receiving_s=[1.0]), SIZE).terms, *OTHER_TERMS}
-    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) == terms
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("seed", range(10))
+def test_all_terms_add_up_and_the_page_on_costs_has_each(seed, priority):
+    rng = np.random.default_rng(seed)
+    seen = random_candidates(8, seed)
+    seen.overlap_device[:2] = 3
+    seen.active_requests[:] = rng.permutation([0, 0, 0, 5, 5, 5, 5, 5])
+    seen.receiving_s[rng.integers(8)] = 0
+    cost = discounted(sharing, Affinity(int(rng.integers(8)), 0.5))
+    cost = late(cost, rng.random(8), in_seconds=True)
+    cost = unheard(cost, rng.random(8) < 0.5)
+    cost = avoiding(cost, rng.random(8))
+    cost = awaiting(cost, rng.integers(8, size=3).tolist(), np.zeros(8))
+    costs = cost(seen, RequestSize(1000, 100, priority))
+    assert_allclose(sum(costs.terms.values()), costs.cost, rtol=1e-12)
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) == {*costs.terms}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -317,7 +330,9 @@ def test_a_cold_prompt_goes_where_nothing_is_evicted_or_else_blocks_idle_for_lon
 def test_idle_fleets_spread_what_they_compute_and_ever_less_as_fewer_workers_are_idle(
     active_requests, spread_s
 ):
-    fleet = candidates(4, routed_s=[5, 3, 1, 1], active_requests=active_requests)
+    fleet = candidates(
+        4, ROUND_SPEED, routed_tokens=[5000, 3000, 1000, 1000], active_requests=active_requests
+    )
     spread = latency(fleet, SIZE).terms.get("spread_s", np.zeros(4))
     assert spread.tolist() == spread_s
 
@@ -326,8 +341,10 @@ def test_a_shared_block_does_not_outbid_an_empty_cache_for_long():
     """Computing the prompt takes 0.9 s where its first block is, and 1 s on the empty worker."""
     linear = replace(ROUND_SPEED, prefill_s_per_token2=0.0)
     prices = [
-        latency(candidates(2, linear, overlap_device=[1, 0], routed_s=[routed_s, 0]), SIZE).cost
-        for routed_s in (0.19, 0.21)
+        latency(
+            candidates(2, linear, overlap_device=[1, 0], routed_tokens=[routed_tokens, 0]), SIZE
+        ).cost
+        for routed_tokens in (190, 210)
     ]
     assert [int(price.argmin()) for price in prices] == [0, 1]
 

@@ -13,6 +13,7 @@ from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetric
 from app.policy.view import View, load_statistics
 from app.policy.workers import UNMEASURED, Measurement, Workers
 
+NO_METRICS = ForwardPassMetrics()
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
 
@@ -26,8 +27,8 @@ def info(worker_id, max_requests=256):
     )
 
 
-def measured(metrics, at_ms=0):
-    return Measurement(metrics, DEFAULT_SPEED, NO_READINGS, at_ms)
+def measured(metrics=NO_METRICS, at_ms=0, speed=DEFAULT_SPEED):
+    return Measurement(metrics, speed, NO_READINGS, at_ms)
 
 
 def column(candidates, position):
@@ -53,7 +54,7 @@ def test_every_column_shows_what_its_name_says():
         requests=4,
         decoding=1,
         total=9,
-        routed_us=7_000_000,
+        routed_tokens=7_000_000,
         routed_at=2 * ROUND,
         sending_until_ms=11_250,
         receiving_until_ms=11_500,
@@ -71,7 +72,7 @@ def test_every_column_shows_what_its_name_says():
         "active_requests": 4,
         "decoding_requests": 1,
         "max_requests": 6,
-        "routed_s": pytest.approx(7 / math.e),
+        "routed_tokens": pytest.approx(7_000_000 / math.e),
         "sending_s": 0.25,
         "receiving_s": 0.5,
         "others_requests": 0,
@@ -103,15 +104,33 @@ def test_a_reservation_counts_for_later_decisions_but_not_for_earlier_ones():
 def test_what_was_routed_to_a_worker_fades_as_reservations_follow():
     workers = Workers([(ONE, info("a"), UNMEASURED), (TWO, info("b"), UNMEASURED)])
     view = View(Snapshot(0, Loads.of({ONE: Load(), TWO: Load()})), workers)
-    view.add(0, Reservation("r", prefill_tokens=1, prefill_us=1_000_000, blocks=1))
+    view.add(0, Reservation("r", prefill_tokens=10**6, prefill_us=1, blocks=1))
     for n in range(32):
-        view.add(1, Reservation(f"r{n}", prefill_tokens=1, prefill_us=0, blocks=1))
+        view.add(1, Reservation(f"r{n}", prefill_tokens=0, prefill_us=0, blocks=1))
     # 32 reservations among two workers are 16 rounds.
-    assert view.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
+    assert view.candidates(Overlaps()).routed_tokens == pytest.approx([10**6 / math.e, 0])
     again = View(
         Snapshot(0, Loads.of({ONE: view.loads[0], TWO: view.loads[1]}), rounds=view.rounds), workers
     )
-    assert again.candidates(Overlaps()).routed_s == pytest.approx([1 / math.e, 0])
+    assert again.candidates(Overlaps()).routed_tokens == pytest.approx([10**6 / math.e, 0])
+
+
+def test_a_worker_counts_as_fast_as_the_fastest_one_until_it_is_measured():
+    slow, fast, own = (replace(DEFAULT_SPEED, prefill_s_per_token=s) for s in (3e-6, 1e-6, 5e-6))
+    before = Workers(
+        [
+            (ONE, info("a"), UNMEASURED),
+            (TWO, info("b"), measured(speed=slow)),
+            (THREE, info("c"), measured(speed=fast)),
+        ]
+    )
+    after = before.with_measured({ONE: measured(speed=own)})
+    snapshot = Snapshot(0, Loads.of(dict.fromkeys((ONE, TWO, THREE), Load())))
+    prefills = [
+        View(snapshot, workers).candidates(Overlaps()).prefill_s_per_token.tolist()
+        for workers in (before, after)
+    ]
+    assert prefills == [[1e-6, 3e-6, 1e-6], [5e-6, 3e-6, 1e-6]]
 
 
 def test_a_view_without_workers_has_no_block_size_and_no_openings():

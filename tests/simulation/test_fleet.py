@@ -1,6 +1,7 @@
 """Workers that join and leave in virtual time."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,18 @@ def test_a_worker_that_joins_has_an_empty_cache():
     assert played.answers["again"].cached_tokens == 3 * 256
     assert played.worker_of("again") == 0
     assert played.fleet.workers[1].holdings.overlap(request("again").blocks, 60.0) == (0, 0)
+
+
+def test_engines_faster_than_assumed_are_all_used_although_one_is_measured_first():
+    fast = replace(
+        USUAL, over_s=1e-5, a0_s=1e-4, b0_s=7e-7, a1_s=0.0, b1_s=7e-7, q_s=1e-11, c_s=1e-10
+    )
+    played = PlayedFleet(Setting(num_workers=4, profiles=(fast,)), "latency")
+    for n in range(400):
+        played.ask(10.0 * n, request(str(n), first=1000 * n, blocks=8))
+    played.fleet.run()
+    requests = Counter(answer.worker for answer in played.answers.values())
+    assert min(requests[worker] for worker in range(4)) > 50
 
 
 def test_a_worker_that_drains_answers_what_it_has_and_gets_nothing_more():
