@@ -32,7 +32,7 @@ from app.core.settings.kinds import (
     variable,
 )
 from app.output import MAX_CHARACTERS
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=CommonSettings)

@@ -11,7 +11,7 @@ import click
 from app.core.roles import Role
 from app.core.settings.kinds import LONGEST_S
 from app.options import COUNT, FACTOR, PROCESSES, Number
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from app.simulation.profiles import PROFILES, Link
 from app.simulation.setting import PolicyVariant, Setting, Sharing
 from loadtest.command import option

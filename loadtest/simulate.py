@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from app.options import FACTOR
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from loadtest.command import option, read, trace_option
 from loadtest.experiment import Rows, experiment
 from loadtest.scenario import IDEAL, KNEE, Scenario, knee, simulate

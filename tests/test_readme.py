@@ -13,7 +13,7 @@ from app.core.settings.router import PickerSettings, RouterSettings
 from app.core.settings.worker import WorkerSettings
 from app.edge.app import create_app
 from app.planner.metrics import PlannerMetrics
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from workers import engine_agent
 from workers.bridge.metrics import FAMILIES
 

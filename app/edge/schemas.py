@@ -19,7 +19,7 @@ from app.core.types import REQUEST_ID, TENANT_ID
 from app.core.usage import BY
 from app.core.worker_report import MAX_CONTEXT
 from app.ops.usage import hours_in
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from app.ops.names import Names
 from app.ops.names import check as check_names
 from app.ops.terminal import counted
 from app.ops.workers import WorkerStatus, live_in
+from app.policy.pairing import differences, group_of, unknown_of
 from app.policy.record import DecisionSummary
-from app.policy.transfer import differences, group_of, unknown_of
 from app.policy.view import View
 
 Checks = Iterator[Check]

@@ -10,17 +10,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
-from app.policy.cost import (
-    POLICIES,
-    Candidates,
-    CostFunction,
-    Costs,
-    Floats,
-    Indices,
-    Policy,
-    RequestSize,
-    least,
-)
+from app.policy.cost import Candidates, CostFunction, Costs, Floats, RequestSize, least
+from app.policy.policies import POLICIES, Indices, Policy
 
 
 @dataclass(slots=True)

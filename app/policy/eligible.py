@@ -6,17 +6,14 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from app.core.errors import NoWorkers, PromptTooLarge
 from app.policy.choose import has_room
 from app.policy.cost import Candidates, RequestSize
 from app.policy.decision import RouteRequest
 from app.policy.health import avoided, without_avoided
-from app.policy.transfer import Roles
+from app.policy.pairing import Mask, Roles
 from app.policy.view import View
-
-Mask = NDArray[np.bool_]
 
 
 class Eligible(NamedTuple):

@@ -18,7 +18,6 @@ from app.core.types import NO_OVERLAP, Incarnation
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import Choice, choose, has_room
 from app.policy.cost import (
-    POLICIES,
     Candidates,
     CostFunction,
     Floats,
@@ -32,6 +31,7 @@ from app.policy.eligible import Eligible, eligible_of
 from app.policy.health import avoiding, late, unheard
 from app.policy.kv_lease import counts_leases
 from app.policy.locality import Locality, locality_of
+from app.policy.policies import POLICIES
 from app.policy.transfer import (
     Demand,
     TransferInputs,

@@ -23,7 +23,6 @@ from app.policy.cost import (
     COMPUTING,
     FAILED_TERM,
     LATE_TERM,
-    POLICIES,
     SHARED_TERM,
     Candidates,
     Costs,
@@ -31,6 +30,7 @@ from app.policy.cost import (
     RequestSize,
 )
 from app.policy.locality import Best, Locality
+from app.policy.policies import POLICIES
 
 if TYPE_CHECKING:
     from app.policy.plan import Plan

@@ -26,7 +26,7 @@ from app.core.worker_report import (
 )
 from app.policy import reported
 from app.policy.cost import Candidates, Floats
-from app.policy.transfer import roles_of
+from app.policy.pairing import roles_of
 
 OVERLAP_ROWS = ("overlap_device", "overlap_host", "overlap_disk")
 LOAD_ROWS = (

@@ -28,8 +28,8 @@ from app.core.usage import UsageSums, Who
 from app.core.worker_report import WorkerInfo
 from app.http.supervisor import supervised
 from app.policy.answers import Answer
-from app.policy.cost import POLICIES
 from app.policy.decision import Decision, RouteRequest
+from app.policy.policies import POLICIES
 from app.policy.view import View
 from app.router.decider import MAX_QUEUED, Decider
 from app.router.fleet import Fleet

@@ -15,7 +15,6 @@ from app.core.roles import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import (
     IN_FLIGHT_TOKENS,
-    POLICIES,
     Candidates,
     Floats,
     RequestSize,
@@ -23,10 +22,10 @@ from app.policy.cost import (
     predicted_prefill_s,
     sharing,
 )
+from app.policy.pairing import OWN_TRANSFER, Roles
+from app.policy.policies import POLICIES
 from app.policy.transfer import (
-    OWN_TRANSFER,
     Demand,
-    Roles,
     TransferInputs,
     TransferKind,
     TransferRoute,

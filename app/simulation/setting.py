@@ -7,8 +7,9 @@ from enum import StrEnum
 from functools import partial
 
 from app.core.roles import Role
-from app.policy.cost import CostFunction, blocks
-from app.policy.transfer import OWN_TRANSFER
+from app.policy.cost import CostFunction
+from app.policy.pairing import OWN_TRANSFER
+from app.policy.policies import blocks
 from app.simulation.profiles import USUAL, Link, Profile
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import click
 import numpy as np
 
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from app.simulation.flights import SimAnswer
 from app.simulation.profiles import PROFILES
 from app.simulation.setting import Setting

@@ -19,7 +19,7 @@ import numpy as np
 
 from app.core.roles import Role
 from app.options import COUNT, FACTOR
-from app.policy.transfer import OWN_TRANSFER
+from app.policy.pairing import OWN_TRANSFER
 from app.simulation.profiles import Link
 from app.simulation.setting import Setting
 from loadtest.command import option, read, trace_option

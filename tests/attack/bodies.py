@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from tests.e2e.conftest import BLOCK_SIZE
 
 COMPLETION_PROMPTS = [{"type": "array", "items": {"type": "integer", "minimum": 0}}]

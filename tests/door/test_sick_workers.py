@@ -11,7 +11,7 @@ from app.core.errors import NoWorkers
 from app.door.evidence import TRIES
 from app.door.lifecycle import Lifecycle
 from app.local.redis_server import free_port
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from tests.door.conftest import replica, until_serving
 from tests.door.sick_fleet import (
     COMPLETIONS,

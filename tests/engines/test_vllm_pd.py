@@ -7,7 +7,7 @@ import random
 import pytest
 
 from app.policy import transfer
-from app.policy.transfer import KvGroup
+from app.policy.pairing import KvGroup
 from tests.engines.vllm_pair import joined, marks, server, two_servers
 from tests.engines.vllm_server import BLOCK, MODEL
 from tests.eventually import eventually

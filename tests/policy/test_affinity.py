@@ -8,7 +8,8 @@ from numpy.testing import assert_allclose
 
 from app.policy.affinity import Affinity, discounted
 from app.policy.choose import choose
-from app.policy.cost import POLICIES, RequestSize, predicted_prefill_s
+from app.policy.cost import RequestSize, predicted_prefill_s
+from app.policy.policies import POLICIES
 from tests.policy.test_choose import candidates
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)

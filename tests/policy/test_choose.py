@@ -9,7 +9,8 @@ from numpy.testing import assert_allclose
 from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.worker_report import DEFAULT_SPEED
 from app.policy.choose import choose
-from app.policy.cost import POLICIES, Candidates, RequestSize
+from app.policy.cost import Candidates, RequestSize
+from app.policy.policies import POLICIES
 
 SIZE = RequestSize(isl_tokens=1000, block_size=100)
 DRAWS = 2000

@@ -10,20 +10,9 @@ from numpy.testing import assert_allclose
 from app.core.settings.kinds import PRIORITIES
 from app.core.worker_report import DEFAULT_SPEED, Speed
 from app.policy.affinity import Affinity, discounted
-from app.policy.cost import (
-    POLICIES,
-    Candidates,
-    RequestSize,
-    awaiting,
-    balance,
-    blocks,
-    latency,
-    least_loaded,
-    logit,
-    predicted_prefill_s,
-    sharing,
-)
+from app.policy.cost import Candidates, RequestSize, awaiting, latency, predicted_prefill_s, sharing
 from app.policy.health import avoiding, late, unheard
+from app.policy.policies import POLICIES, balance, blocks, least_loaded, logit
 
 PAGE = Path(__file__).parents[2] / "docs/design/costs.md"
 ROUND_SPEED = Speed(

@@ -10,8 +10,9 @@ from app.core.failures import Counts, Failure
 from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.types import Incarnation
 from app.core.verdicts import Mark, Marks, MarksByWorker
-from app.policy.cost import FAILED_TERM, POLICIES, Costs
+from app.policy.cost import FAILED_TERM, Costs
 from app.policy.health import avoided, avoiding, counts_for, without_avoided
+from app.policy.policies import POLICIES
 from app.policy.view import View
 from app.policy.workers import UNMEASURED, Workers
 from tests.policy.test_choose import SIZE, candidates

@@ -9,8 +9,8 @@ from app.core.errors import AllWorkersBusy, NoWorkers, PromptTooLarge
 from app.core.loads import Load
 from app.core.roles import Role
 from app.core.types import TierOverlap
-from app.policy.cost import POLICIES
 from app.policy.locality import Locality
+from app.policy.policies import POLICIES
 from app.policy.transfer import TransferKind
 from tests.policy.test_plan import plan, query, worker
 from tests.policy.test_transfer import able, fleet

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.worker_report import as_fingerprint
-from app.policy.transfer import group_of, roles_of
+from app.policy.pairing import group_of, roles_of
 from tests.policy.test_view import info
 
 FACTS = {"block": "16", "engine": "vllm 0.32.0", "handshake": "5f0c", "lease": "0"}

@@ -11,7 +11,8 @@ from app.core.overlaps import Overlaps
 from app.core.roles import Role
 from app.core.types import TierOverlap
 from app.core.worker_report import NO_READINGS, ForwardPassMetrics
-from app.policy.transfer import TransferKind, roles_of
+from app.policy.pairing import roles_of
+from app.policy.transfer import TransferKind
 from app.policy.view import View
 from app.policy.workers import Measurement, Workers
 from tests.policy.test_plan import SPEED, plan, query, worker

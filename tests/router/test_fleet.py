@@ -12,7 +12,7 @@ from app.core.loads import Load, Loads, Reservation, Snapshot
 from app.core.overlaps import Overlaps
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.worker_report import DEFAULT_SPEED, NO_READINGS, ForwardPassMetrics, Speed
-from app.policy.cost import POLICIES
+from app.policy.policies import POLICIES
 from app.policy.workers import Measurement
 from app.router import fleet as fleets
 from app.router import measurements

@@ -52,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """Name in the table of policies, app/policy/cost.py."""
+    """Name in the table of policies, app/policy/policies.py."""
 
 
 Kind = Integers | Real | OneOf | Text | PolicyName | type[bool] | None

@@ -14,7 +14,8 @@ from app.door.transfer.base import NO_TRANSFER, SourceCall, Transfer, TransferPr
 from app.door.transfer.nixl import Nixl
 from app.door.transfer.params import COMMON, Params, params_in
 from app.door.transfer.sglang import Sglang
-from app.policy.transfer import OWN_TRANSFER, TOGETHER, TransferKind
+from app.policy.pairing import OWN_TRANSFER, TOGETHER
+from app.policy.transfer import TransferKind
 
 
 def own_params(body: bytes, source: WorkerInfo) -> Params | None:
