@@ -6,7 +6,9 @@
 The planner's policies are the real ones, as are those of the routers and the engine. The day is
 made of a shorter trace: from night to night, 4:1 from peak to trough, with a dip at noon, and
 bursts that last for minutes. `again`: seconds of prefill that workers that had left would have
-spared.
+spared. `foreseen`: the share within the SLO that replays gave the fleet as it was, on average of
+the proposals; `came`: the share of those requests that came until as long after each proposal as
+a replay looks back.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.core.roles import Role
+from app.core.settings.planner import ScalingPolicy
 from app.options import Number
 from app.planner.rules.policies import POLICIES
 from app.planner.rules.state import Rules
@@ -40,8 +43,6 @@ STATIC = "static"
 CURVE = "curve"
 FORMS = (*POLICIES, STATIC, CURVE)
 STARTUP_S = 60.0
-BURSTS = 0.2
-"""Share of the traffic that comes in bursts."""
 LINK_GBIT = 100.0
 PEAK_TO_TROUGH = 4.0
 NOON_DIP = 0.3
@@ -88,7 +89,8 @@ def day_of(trace: Trace, rates: Rates, load: float) -> Trace:
 @dataclass(frozen=True, slots=True)
 class ScalingVariant:
     """`static:X` has X workers; `curve:X` has X on average, as many as the day's curve without
-    its bursts says."""
+    its bursts says; `threshold:X` adds one above X waiting prefills a worker, and takes one away
+    below 0.4 times X."""
 
     text: str
 
@@ -130,10 +132,12 @@ def play(
         setting = replace(setting, num_workers=planned(0.0))
         scaling = Scaling(CURVE, rules, victim, STARTUP_S, sizes=planned)
     else:
+        if up := policy.value:
+            rules = replace(rules, prefill_queue_up=up, prefill_queue_down=0.4 * up)
         scaling = Scaling(policy.name, rules, victim, STARTUP_S)
     end_s = 3600 * scenario.hours
     scaled = Scaled(scaling, setting, ROUTING, scenario.prompts, end_s)
-    return figures_of(scaled.run(scenario.day), setting.profiles[0])
+    return figures_of(scaled.run(scenario.day), setting.profiles[0], rules.window_s)
 
 
 COLUMNS = (
@@ -143,13 +147,25 @@ COLUMNS = (
     ("changes", "changes", "{:.0f}"),
     ("lost", "lost", "{:.0f}"),
     ("again, s", "recomputed_s", "{:.0f}"),
+    ("foreseen", "foreseen", "{:.1%}"),
+    ("came", "came", "{:.1%}"),
 )
 
 
-def figures_of(played: PlayedTrace, profile: Profile) -> dict[str, Any]:
-    """The figures of COLUMNS, `requests`, and `sizes`: the size from each time on."""
+def figures_of(played: PlayedTrace, profile: Profile, window_s: float) -> dict[str, Any]:
+    """The figures of COLUMNS, `requests`, and `sizes`: the size from each time on. window_s: for
+    which requests after a proposal are compared with what it foresaw."""
     outcomes = played.outcomes
     ttfts = [o.first_token_s - o.arrival_s for o in outcomes if o.first_token_s is not None]
+    met = np.array([(o.arrival_s, meets_slo(o, profile)) for o in outcomes])
+    pairs = [
+        (proposal.inputs["attainment"], met[came, 1].mean())
+        for proposal in played.proposals
+        if "attainment" in proposal.inputs
+        and proposal.size == proposal.desired
+        and (came := (met[:, 0] >= proposal.at_s) & (met[:, 0] < proposal.at_s + window_s)).any()
+    ]
+    foreseen, came_then = np.mean(pairs, axis=0) if pairs else (None, None)
     return {
         "requests": len(outcomes),
         "within_slo": sum(meets_slo(outcome, profile) for outcome in outcomes) / len(outcomes),
@@ -158,6 +174,8 @@ def figures_of(played: PlayedTrace, profile: Profile) -> dict[str, Any]:
         "changes": sum(p.desired != p.size for p in played.proposals),
         "lost": sum(outcome.failure is not None for outcome in outcomes),
         "recomputed_s": played.recomputed_s,
+        "foreseen": foreseen,
+        "came": came_then,
         "sizes": [(p.at_s, p.desired) for p in played.proposals],
     }
 
@@ -171,6 +189,7 @@ def rows(
     num_workers: int,
     roles: tuple[Role, ...] | None,
     max_workers: int,
+    bursts: float,
 ) -> Rows:
     variants = [ScalingVariant(policy) for policy in policies]
     trace = read(trace_file)
@@ -185,7 +204,7 @@ def rows(
     @cache
     def scenario(seed: int) -> Scenario:
         return Scenario(
-            day_of(trace, curve(round(3600 * hours), bursts=BURSTS, seed=seed), load),
+            day_of(trace, curve(round(3600 * hours), bursts=bursts, seed=seed), load),
             hours,
             replace(setting, seed=seed),
             Rules(max_workers=max_workers),
@@ -194,7 +213,7 @@ def rows(
 
     day = scenario(0).day
     title = (
-        f"{day.name}: {day.num_requests:,} requests, peak to trough 4:1, {BURSTS:.0%} in bursts; "
+        f"{day.name}: {day.num_requests:,} requests, peak to trough 4:1, {bursts:.0%} in bursts; "
         f"a start takes {STARTUP_S:g} s"
     )
     return {
@@ -214,7 +233,9 @@ class _PolicyName(click.ParamType[str]):
             x = policy.value
             if policy.name not in FORMS or (x is not None and not 0 < x < 1e6):
                 raise ValueError
-            if (policy.name in (STATIC, CURVE)) is (x is None):
+            if x is None and policy.name in (STATIC, CURVE):
+                raise ValueError
+            if x is not None and policy.name == ScalingPolicy.SLO:
                 raise ValueError
             if policy.name == STATIC and x is not None and x != int(x):
                 raise ValueError
@@ -230,7 +251,8 @@ main = experiment(
     option(
         "--policy policies",
         ("static:4", "static:6", "static:8", "threshold", "slo"),
-        "Rule for the size. static:X has X workers, curve:X that many on average.",
+        "Rule for the size. static:X has X workers, curve:X that many on average, threshold:X adds "
+        "one above X waiting prefills a worker.",
         _PolicyName(),
         several=True,
     ),
@@ -257,6 +279,7 @@ main = experiment(
         ROLES,
     ),
     option("--max-workers", 16, "Workers at most."),
+    option("--bursts", 0.2, "Share of the traffic that comes in bursts.", Number(0, 1)),
 )
 
 if __name__ == "__main__":
