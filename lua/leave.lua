@@ -1,6 +1,6 @@
 -- leave: ends the waiting of requests that had their turn or gave up.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
+-- KEYS[1] line        hash   tag, of the last turn's middle; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms

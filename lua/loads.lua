@@ -1,6 +1,6 @@
 -- loads: returns the live incarnations and the load of each.
 --
--- KEYS[1] meta    hash   version, workers_ms, shards, rounds
+-- KEYS[1] meta    hash   version, workers_ms, shards, rounds, mixed_ms
 -- KEYS[2] leases  zset   inc -> expiry, ms, Redis clock
 -- KEYS[3] load    hash   inc -> load
 -- KEYS[4] flows   zset   flows that wait for a turn
@@ -13,10 +13,11 @@
 -- ARGV[1] version int    of the data model that the caller speaks
 -- ARGV[2] since   int    the caller knows what changed up to that version; 0: it knows nothing
 -- ARGV[3] ahead_ms int   of fetches, also those that may begin late in so many milliseconds
--- Returns  {snapshot, workers_ms, shards, waiting, marked, late, fetched}
+-- Returns  {snapshot, workers_ms, shards, waiting, marked, late, fetched, mixed_ms}
 --                        snapshot: see lib/snapshot; anything else known of workers
 --                        remains valid as long as workers_ms is the same; waiting is 1 if any
---                        request waits, else 0; marked, of each worker that has marks: inc and
+--                        request waits, else 0; mixed_ms, when a reservation was of
+--                        another flow than the one before it, 0: never; marked, of each worker that has marks: inc and
 --                        those, JSON; late and fetched: see lib/fetches
 --          {version}     of the namespace's data model, which the caller does not speak
 --          nil           there is no such namespace, or Redis has just lost it: workers that have
@@ -35,7 +36,7 @@ local other = other_version(meta, workers, tonumber(ARGV[1]))
 if other then
   return {other}
 end
-local _, shards, workers_ms = read_meta(meta)
+local _, shards, workers_ms, mixed_ms = read_meta(meta)
 if not shards then
   return false
 end
@@ -53,4 +54,4 @@ for i = 1, #all, 2 do
   end
 end
 local late, fetched = late_fetches(now + tonumber(ARGV[3]))
-return {found, workers_ms, shards, redis.call('EXISTS', flows), marked, late, fetched}
+return {found, workers_ms, shards, redis.call('EXISTS', flows), marked, late, fetched, mixed_ms}

@@ -6,7 +6,8 @@
 -- KEYS[4] expiry         zset   request_id -> expiry, ms
 -- KEYS[5] requests:      hashes inc -> its requests
 -- KEYS[6] prefills:      lists  inc -> its requests still prefilling
--- KEYS[7] meta           hash   rounds, in millionths: each reservation adds 1 / leases
+-- KEYS[7] meta           hash   rounds, in millionths: each reservation adds 1 / leases; flow, of the last
+--                               one; mixed_ms, when a flow followed another
 -- KEYS[8] versions       zset   inc -> version of its last change
 -- KEYS[9] fetches        zset   attempt -> until when, ms; see lib/fetches
 -- KEYS[10] fetching      hash   attempt -> what it fetches
@@ -36,7 +37,7 @@
 --                               sending_ms, for how long handing its KV on keeps its link busy;
 --                               receiving_ms, in how many the prefix will have come that it fetches;
 --                               fetch, of a source that keeps what it hands on for a time, as told
---                               to begin_fetch, else ''
+--                               to begin_fetch, else ''; flow, of its turns, '': of none
 -- Returns  {{outcome, ...}}     for each request, in order: 1 made, or why not: "lapsed", "full",
 --                               "changed"; "superseded" if a later try holds the reservation
 --          {{outcome, ...}, fresh}   if any was refused: also loads as of after the last request,
@@ -65,7 +66,9 @@ local wishes = rows(5, FIELDS)
 -- Two for each request: more than come in, and few enough for one call.
 unreserve_expired(now, 2 * #wishes)
 local overtaken = {}
-local rounds, share = rounds_so_far(), math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
+local known = redis.call('HMGET', meta, 'rounds', 'flow')
+local rounds, flow, is_mixed = whole(known[1], 1e15) or 0, known[2], false
+local share = math.floor(1e6 / math.max(1, redis.call('ZCARD', leases)))
 local FETCH_KEPT_MS = 600000 -- after it may have begun too late
 local MEMORY = 16e6 -- rounds in which what was routed to a worker fades by a factor of e
 
@@ -175,7 +178,14 @@ for _, wish in ipairs(wishes) do
     local outcome = reserve(wish, source)
     outcomes[#outcomes + 1], source = outcome, nil
     refused = refused or outcome ~= 1
+    if wish.flow ~= '' then
+      is_mixed = is_mixed or flow and flow ~= wish.flow
+      flow = wish.flow
+    end
   end
+end
+if flow and (flow ~= known[2] or is_mixed) then
+  redis.call('HSET', meta, 'flow', flow, 'mixed_ms', is_mixed and string.format('%d', now) or 0)
 end
 redis.call('HSET', meta, 'rounds', string.format('%d', rounds))
 if not refused then

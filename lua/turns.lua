@@ -4,7 +4,7 @@
 -- unable to go and must hold up nobody. After the first max_picky of them, the others are passed over
 -- as if they were not waiting.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
+-- KEYS[1] line        hash   tag, of the last turn's middle; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms

@@ -3,7 +3,7 @@
 -- The line expires by itself when no replica has called for some time, and its tickets a little later;
 -- if one of several replicas is gone, its tickets are void, and `turns` takes them out.
 --
--- KEYS[1] line        hash   tag, of the last turn; replica -> its tickets' expiry, ms
+-- KEYS[1] line        hash   tag, of the last turn's middle; replica -> its tickets' expiry, ms
 -- KEYS[2] flows       zset   flow -> tag of its first ticket
 -- KEYS[3] easy_flows  zset   flow -> tag of its first ticket that every worker could take
 -- KEYS[4] waiting:    zsets  flow -> such a ticket -> waits since, ms

@@ -162,6 +162,8 @@ class Reservation:
     lease_ms: int = 0
     """Least ms for which the source keeps the KV that `fetch` is to take."""
     fetch: Fetch | None = None
+    flow: str = ""
+    """Name of those whose turns the request shares: `<priority>:<tenant>`; "": of none."""
     incarnation: Incarnation = NOWHERE
     max_requests: int = 0
     """Requests at which the worker is full."""
@@ -197,6 +199,8 @@ class Snapshot:
     """
     somebody_waits: bool = False
     """Whether any request waits for a turn, at any replica; False also if not asked."""
+    mixed_ms: int = 0
+    """Latest time at which a reservation was of another flow than the one before it; 0: never."""
     lapsed: frozenset[Incarnation] = frozenset()
     """Incarnations that would be routable if their leases had not run out."""
     unreadable: frozenset[Incarnation] = frozenset()

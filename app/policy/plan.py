@@ -323,6 +323,7 @@ def _promise(query: Query, view: View, at: int, what: Demand) -> Reservation:
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,
+        flow=f"{query.request.priority}:{query.request.tenant}",
         incarnation=view.incarnations[at],
         max_requests=view.infos[at].max_requests,
         seen_total=view.total(at),

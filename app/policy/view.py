@@ -70,7 +70,7 @@ class View:
             inc for inc, trust in self.trusts.items() if trust is Trust.APPROXIMATE
         )
         """Workers of which nobody tells what they cache: what is routed there counts."""
-        self.somebody_waits = snapshot.somebody_waits
+        self.somebody_waits, self.mixed_ms = snapshot.somebody_waits, snapshot.mixed_ms
         self.incarnations = workers.incarnations
         self.infos = workers.infos
         self.block_size = workers.infos[0].block_size if workers.infos else None

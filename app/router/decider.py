@@ -137,8 +137,7 @@ class Decider:
                     pending.fail(pending.request.spending.refused)
         undecided = _wanted(batch)
         if self._waiting is not None:
-            self._waiting.note_flows(undecided)
-            self._selector.max_queue_s = self._waiting.max_queue_s
+            self._selector.max_queue_s = self._waiting.max_queue_s(view)
             if view.somebody_waits or self._waiting.somebody:
                 undecided = await self._split_waiting(undecided, view)
         for attempt in range(1, MAX_TRIES + 1):

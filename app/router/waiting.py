@@ -25,6 +25,7 @@ from app.core.errors import (
     WrongVersion,
 )
 from app.core.settings.kinds import PRIORITY_SHARES, parse_weights
+from app.policy.view import View
 from app.router.pending import Pending, WaitQueue
 from app.router.replica import Replica
 from app.state import reservations, waiting
@@ -40,8 +41,8 @@ release, so without a pause 16 replicas of a large fleet would leave Redis no ti
 RENEW_S = 0.25
 TICKET_TTL_MS = 1000
 """Tickets of a replica are void after this long without a call from it."""
-MIXED_S = 600.0
-"""Seconds after a change of flow for which --wait-above-s holds."""
+MIXED_MS = 600_000
+"""Milliseconds after a reservation of another flow for which --wait-above-s holds."""
 NAME_S = 2.0
 """Seconds between two namings of a ticket to Redis, in case somebody took it out there."""
 TICKET_KEPT_MS = 10_000
@@ -72,10 +73,6 @@ class Waiting:
         self._fleet = replica.fleet
         self._telemetry = replica.telemetry
         self._max_queue_s = settings.max_queue_s
-        self._flow: tuple[str, str] | None = None
-        """Tenant and priority of the latest request."""
-        self._mixed_s = -math.inf
-        """Latest time at which a request of another flow than the one before it came."""
         self._timeout_s = settings.wait_timeout_s
         self._weights = parse_weights(settings.tenant_weights)
         self._queue = WaitQueue(settings.wait_queue)
@@ -91,21 +88,10 @@ class Waiting:
         self._pause_s = 0.0
         self._stopped = False
 
-    @property
-    def max_queue_s(self) -> float:
+    def max_queue_s(self, view: View) -> float:
         """Returns the longest prefill queue of a worker that takes requests, in seconds; infinite
         while all requests are of one flow, whose requests only have each other to wait for."""
-        is_mixed = time.monotonic() - self._mixed_s < MIXED_S
-        return self._max_queue_s if is_mixed else math.inf
-
-    def note_flows(self, some: list[Pending]) -> None:
-        """Note the tenants and priorities of requests that are to be decided."""
-        for pending in some:
-            flow = pending.request.tenant, pending.request.priority
-            if flow != self._flow:
-                if self._flow is not None:
-                    self._mixed_s = time.monotonic()
-                self._flow = flow
+        return self._max_queue_s if view.now_ms - view.mixed_ms < MIXED_MS else math.inf
 
     @property
     def somebody(self) -> bool:
@@ -225,7 +211,7 @@ class Waiting:
         view = await self._fleet.view(snapshot)
         self._retry_after_s = view.shortest_queue_s
         self._pause_s = PAUSE_PER_WORKER_S * len(view.infos)
-        openings = view.openings(self.max_queue_s)
+        openings = view.openings(self.max_queue_s(view))
         if not openings:
             return []
         return await self._first(turns_at_once(openings, len(view.infos)))

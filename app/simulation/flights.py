@@ -129,16 +129,18 @@ class SimReplica:
 
 
 POLL_S = 0.02
+_Flow = tuple[str, str]
+"""Tenant and priority."""
 
 
 class WaitingLine:
     """Requests that wait while no worker is open, by the rules of lua/turns.lua: self-clocked fair
-    queueing between priorities. All are of one tenant, and no worker is too small for any of them.
-    A turn is charged the tokens of its prompt, whatever workers hold of them."""
+    queueing between tenants and priorities. No worker is too small for any of them. A turn is
+    charged the tokens of its prompt, whatever workers hold of them."""
 
     def __init__(self) -> None:
-        self._flows: dict[str, deque[Flight]] = {}
-        self._tags: dict[str, float] = {}
+        self._flows: dict[_Flow, deque[Flight]] = {}
+        self._tags: dict[_Flow, float] = {}
         self._tag = 0.0
 
     @property
@@ -146,11 +148,11 @@ class WaitingLine:
         return bool(self._flows)
 
     def add(self, flight: Flight) -> None:
-        priority = flight.request.priority
-        flow = self._flows.setdefault(priority, deque())
+        name = flight.request.tenant, flight.request.priority
+        flow = self._flows.setdefault(name, deque())
         flow.append(flight)
         if len(flow) == 1:
-            self._tag_first(priority)
+            self._tag_first(name, self._tag)
 
     def turns(self, number: int) -> Iterator[Flight]:
         """Yields the next ones, of which there may be fewer."""
@@ -159,17 +161,21 @@ class WaitingLine:
                 yield self._next()
 
     def _next(self) -> Flight:
-        priority = min(self._tags, key=self._tags.__getitem__)
-        flow = self._flows[priority]
+        name = min(self._tags, key=self._tags.__getitem__)
+        flow = self._flows[name]
         flight = flow.popleft()
         flight.has_turn = True
-        self._tag = self._tags.pop(priority)
+        end = self._tags.pop(name)
+        self._tag = max(self._tag, end - self._charge(name[1], flight) / 2)
         if flow:
-            self._tag_first(priority)
+            self._tag_first(name, end)
         else:
-            del self._flows[priority]
+            del self._flows[name]
         return flight
 
-    def _tag_first(self, priority: str) -> None:
-        charge = self._flows[priority][0].request.prompt_tokens
-        self._tags[priority] = self._tag + charge / PRIORITY_SHARES[priority]
+    @staticmethod
+    def _charge(priority: str, flight: Flight) -> float:
+        return flight.request.prompt_tokens / PRIORITY_SHARES[priority]
+
+    def _tag_first(self, name: _Flow, start: float) -> None:
+        self._tags[name] = start + self._charge(name[1], self._flows[name][0])

@@ -35,6 +35,7 @@ class SimRequest:
     max_tokens: int
     seed: int = BASE_SEED
     priority: str = "normal"
+    tenant: str = ""
 
     @classmethod
     def from_tokens(

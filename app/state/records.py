@@ -13,7 +13,7 @@ from app.core.usage import UsageSums, Who
 ReserveRow = namedtuple(
     "ReserveRow",
     "inc request_id prefill_tokens prefill_us blocks attempt max_requests seen_total retry carried "
-    "sending_ms receiving_ms fetch",
+    "sending_ms receiving_ms fetch flow",
 )
 ExtendRow = namedtuple("ExtendRow", "id attempt inc prefill_tokens prefill_us blocks state")
 PrefillCompleteRow = namedtuple("PrefillCompleteRow", "id ttl_ms began_by_ms of_source late_ms")

@@ -104,6 +104,7 @@ def _reserve_row(one: Reservation, request_id: str) -> ReserveRow:
         sending_ms=one.sending_ms,
         receiving_ms=one.receiving_ms,
         fetch="" if one.fetch is None else f"{one.lease_ms} {one.fetch.record()}",
+        flow=one.flow,
     )
 
 
@@ -251,17 +252,14 @@ def _snapshot(keyspace: Keyspace, reply: list[Any] | None, columns: Columns) -> 
         raise NamespaceMissing("no worker has registered yet, or Redis was emptied")
     if len(reply) == 1:
         raise WrongVersion(keyspace.namespace, reply[0], DATA_VERSION)
-    rows, workers_ms, shards, waiting, marked, late, records = reply
+    rows, workers_ms, shards, waiting, marked, late, records, mixed_ms = reply
     snapshot = columns.take(rows)
     if snapshot is None:
         return None
     pairs = zip(map(parse_incarnation, marked[::2]), marked[1::2], strict=True)
     fetches = map(Fetch.parse, late[::2], late[1::2], records)
-    snapshot.workers_ms, snapshot.shards, snapshot.somebody_waits = (
-        workers_ms,
-        shards,
-        bool(waiting),
-    )
+    snapshot.workers_ms, snapshot.shards, snapshot.mixed_ms = workers_ms, shards, mixed_ms
+    snapshot.somebody_waits = bool(waiting)
     snapshot.marks = MarksByWorker(
         (inc, parse_marks(text)) for inc, text in pairs if inc is not None
     )

@@ -2,7 +2,8 @@
 -- self-clocked fair queueing (Golestani 1994). A flow's weight is what its charges are divided by.
 -- Tickets that every worker could take are easy, the others picky; the two are kept apart.
 -- charge_of(ticket): what a turn costs its flow; 0 if that cannot be read.
--- virtual_time(): the tag of the last turn.
+-- virtual_time(): the middle of the last turn. Of its end, the next request of a flow that has many
+-- would often go before the only one of another.
 -- first_of(flow, easy, picky): whichever ticket is first in the flow; either or both may be nil.
 -- heads(flow): its first ticket; its first easy one.
 -- set_tags(flow, start): sets the tags of these two; a flow without tickets is removed.
@@ -60,8 +61,9 @@ local function take_out(flow, ticket, had_turn)
   end
   local start = tag - charge_of(first)
   if had_turn then
+    local middle = start + math.floor(charge_of(ticket) / 2)
+    redis.call('HSET', line, 'tag', string.format('%.0f', math.max(middle, virtual_time())))
     start = start + charge_of(ticket)
-    redis.call('HSET', line, 'tag', string.format('%.0f', math.max(start, virtual_time())))
   end
   set_tags(flow, start)
 end

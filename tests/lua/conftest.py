@@ -188,10 +188,11 @@ class Namespace:
         prefill_ttl_ms=None,
         retry=False,
         source=None,
+        flow="",
     ):
         there = {"incarnation": inc, "max_requests": max_requests, "seen_total": seen_total}
         promised = Reservation(
-            request_id, tokens, us, blocks, attempt, retry, **there, source=source
+            request_id, tokens, us, blocks, attempt, retry, **there, source=source, flow=flow
         )
         (refused,) = await self.reserve_all(promised, ttl_ms=ttl_ms, prefill_ttl_ms=prefill_ttl_ms)
         return refused

@@ -22,7 +22,7 @@ async def test_leaving_again_changes_nothing(space):
     tag = await space.get("line", "tag")
     await space.leave(a, had_turn=True)
     assert await space.contents() == before
-    assert await space.get("line", "tag") == tag == "1600"
+    assert await space.get("line", "tag") == tag == "800"
 
 
 async def test_a_turn_out_of_order_is_charged_too(space):
@@ -42,7 +42,7 @@ async def test_a_deleted_flow_continues_from_the_last_turn(space):
     await space.leave(b, had_turn=True)
     await space.redis.zrem(space.key("flows"), "normal:a")
     await space.leave(a[0], had_turn=True)
-    assert await space.redis.zscore(space.key("flows"), "normal:a") == 3 * 1600
+    assert await space.redis.zscore(space.key("flows"), "normal:a") == 2.5 * 1600
 
 
 async def test_a_ticket_is_removed_from_whichever_key_it_is_in(space):

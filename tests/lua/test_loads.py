@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.errors import NamespaceMissing, WrongVersion
+from app.core.loads import Reservation
 from app.core.types import WorkerKey
 from app.state import index, leases
 from tests.eventually import eventually
@@ -138,3 +139,26 @@ async def test_there_is_no_namespace_until_the_first_worker_is_activated(space):
     assert await space.do(index.open_shard(space.shard, inc, "nonce-a", 8))
     assert await space.do(leases.activate(space.keys, WorkerKey("a"), inc, "nonce-a"))
     assert (await space.loads()).loads == {inc: NO_LOAD}
+
+
+async def test_loads_say_when_a_reservation_was_of_another_flow_than_the_one_before(space, a):
+    async def mixed_ms(request_id, flow):
+        await space.reserve(a, request_id, flow=flow)
+        return (await space.loads()).mixed_ms
+
+    # One that names none tells nothing.
+    flows = ("normal:x", "normal:x", "", "normal:x")
+    assert [await mixed_ms(f"r{n}", flow) for n, flow in enumerate(flows)] == [0] * 4
+    before = await space.now_ms()
+    mixed = await mixed_ms("r4", "low:x")
+    assert before <= mixed <= await space.now_ms()
+    assert await mixed_ms("r5", "low:x") == mixed
+    refused = await space.reserve(a, "r6", flow="normal:x", max_requests=1)
+    assert refused is not None
+    assert (await space.loads()).mixed_ms >= mixed
+    pair = [
+        Reservation(f"s{n}", 1, 1, 1, incarnation=a, max_requests=99, flow=f"low:{n}") for n in "yx"
+    ]
+    await space.redis.hdel(space.key("meta"), "flow", "mixed_ms")
+    await space.reserve_all(*pair)
+    assert (await space.loads()).mixed_ms

@@ -26,7 +26,8 @@ def is_picky(one):
 
 @dataclass
 class Model:
-    """What the line should be. starts: flow -> the virtual time when its first ticket begins."""
+    """What the line should be. now: the middle of the last turn. starts: flow -> when, in virtual
+    time, its first ticket begins."""
 
     now: int = 0
     starts: dict[str, int] = field(default_factory=dict)
@@ -41,8 +42,8 @@ class Model:
     def leave(self, one, had_turn):
         self.queues[one.flow].remove(one)
         if had_turn:
+            self.now = max(self.now, self.starts[one.flow] + charge(one) // 2)
             self.starts[one.flow] += charge(one)
-            self.now = max(self.now, self.starts[one.flow])
         if not self.queues[one.flow]:
             del self.queues[one.flow], self.starts[one.flow]
         if not self.queues:

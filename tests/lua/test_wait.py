@@ -61,7 +61,7 @@ async def test_a_flow_whose_tickets_expired_starts_over(space):
     await space.leave(*b, had_turn=True)
     await space.redis.delete(space.key("waiting:normal:a"))
     await space.wait("x", ticket("normal:a", "x", 4))
-    assert await space.redis.zscore(space.key("flows"), "normal:a") == 3200 + 1600
+    assert await space.redis.zscore(space.key("flows"), "normal:a") == 2400 + 1600
 
 
 def test_a_charge_is_a_whole_number_that_redis_can_add_up():

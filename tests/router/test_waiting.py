@@ -133,12 +133,16 @@ class TestWhoWaits:
         assert router.counted("waits", **labels, outcome="routed") == 1
         assert router.counted("decisions", policy="least_loaded", outcome="routed") == 1
 
-    async def test_a_long_queue_keeps_requests_waiting_until_it_is_short_enough(
+    async def test_a_long_queue_keeps_requests_waiting_once_any_replica_has_another_tenant_s(
         self, one_redis_server, workers, redis
     ):
         await workers.register("w1")
         await workers.register("w2")
-        async with running(one_redis_server.url, **WAITS, wait_above_s=50.0) as replica:
+        above = WAITS | {"wait_above_s": 50.0}
+        async with (
+            running(one_redis_server.url, **above) as replica,
+            running(one_redis_server.url, **above) as other,
+        ):
             await workers.occupy("w1", "x", prefill_s=100.0)
             # w2 has room, so nothing waits: the policy chooses between w1 and w2.
             assert (await replica.route(request("r1", "latency"))).worker.key.worker_id == "w2"
@@ -146,8 +150,10 @@ class TestWhoWaits:
             # One tenant's requests have only each other to wait for: the engines' queues do.
             assert (await replica.route(request("r0", "latency"))).waited_ms == 0
             await replica.release("r0")
+            assert (await other.route(request("r3", "latency", tenant="other"))).waited_ms == 0
+            await other.release("r3")
             crowd = Crowd(redis)
-            await crowd.join(replica, "r2", tenant="other")
+            await crowd.join(replica, "r2")
             assert replica.counted("decisions", policy="least_loaded", outcome="routed") == 0
             await replica.prefill_complete("x")
             assert (await crowd.tasks["r2"]).worker.key.worker_id == "w1"

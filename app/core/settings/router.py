@@ -234,7 +234,7 @@ class RouterSettings(CommonSettings):
         often=True,
     )
     wait_above_s: float = setting(
-        1.0,
+        0.02,
         "While requests of several tenants or priorities come in, they wait while every worker's "
         "prefill queue is predicted to last longer than this; with one, while all workers are at "
         "--max-requests.",
