@@ -74,6 +74,8 @@ class EngineFollower:
         memory: Path,
     ) -> None:
         self.facts: EngineFacts | None = None
+        self.is_away = False
+        """Whether the engine was followed, and nobody has answered at its address since."""
         self.ranks: list[Rank] = []
         self.speeds: dict[int, EngineSpeed] = {}
         """Speeds by rank. They outlive the engine, which as a rule comes back as it was."""
@@ -160,7 +162,7 @@ class EngineFollower:
         except EngineUnfit as error:
             self._state, self._unfit = "unfit", str(error)
             raise
-        self._state, self._unfit = "unavailable", ""
+        self._state, self._unfit, self.is_away = "unavailable", "", False
         log.info("%s %s: %s", self.facts.kind, self.facts.version, self.facts)
         return self.facts, block_size
 
@@ -182,12 +184,14 @@ class EngineFollower:
             adapting = _begun(tasks, "adapters", self._follow_adapters)
             cleansing = _begun(tasks, "taints", partial(cleanse, self._engine, self.ranks))
             leasing = _begun(tasks, "lease", partial(self._settle_lease, facts.models[0]))
+            probing = _begun(tasks, "health", partial(self._probe, HEALTH_PATHS[facts.kind]))
             ending = [
+                probing,
                 _begun(tasks, "facts", partial(self._look_for_changes, facts)),
-                _begun(tasks, "health", partial(self._probe, HEALTH_PATHS[facts.kind])),
                 _begun(tasks, "load", partial(self._watch, facts, reader)),
             ]
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            self.is_away = probing.done()
             for task in (*running, adapting, cleansing, leasing, *ending):
                 task.cancel()
 

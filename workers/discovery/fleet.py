@@ -226,8 +226,7 @@ class EngineFleet:
 
     def _present(self, told: Engines) -> Engines:
         for key, one in self._followed.items():
-            # One that has not answered yet may be about to.
-            if one.follower.state == "unavailable" and one.follower.facts is not None:
+            if one.follower.is_away:
                 self._absences.forget(key)
         return {**self._absences.lacking, **told}
 

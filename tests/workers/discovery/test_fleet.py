@@ -203,6 +203,24 @@ async def test_an_engine_that_does_not_answer_is_gone_with_the_first_answer_that
         await eventually(lambda: asyncio.sleep(0, {*fleet.followers}), lambda keys: keys == {"1"})
 
 
+async def test_an_engine_that_answers_and_is_not_well_yet_outlasts_answers_that_lack_it(
+    redis, tmp_path
+):
+    source = Told()
+    async with engines(1) as (a,), running(redis, tmp_path, source, gone_s=LONG_S) as fleet:
+        a.faults = replace(a.faults, health_status=503)
+        source.tell({"1": engine("a", a.url)})
+
+        async def told():
+            return "1" in fleet.followers and fleet.followers["1"].facts
+
+        await eventually(told)
+        await acted_on(source, fleet, {}, times=3)
+        assert "1" in fleet.followers
+        a.faults = replace(a.faults, health_status=200)
+        await until_live(redis, "a")
+
+
 async def test_a_name_that_comes_back_is_another_worker_at_once(redis, tmp_path):
     source = Told()
     async with engines(2) as (a, b), running(redis, tmp_path, source):
