@@ -5,7 +5,8 @@
 #
 # USERS is users.acl; FOLDER, for the copy that Redis reads, keeps nothing that is needed later.
 # KVROUTE_NAMESPACE is `default` unless set; `*`: all. WORKER_PASSWORD, ROUTER_PASSWORD and
-# OPERATOR_PASSWORD must be set; the copy has only their hashes.
+# OPERATOR_PASSWORD must be set; the copy has only their hashes. Connections that are idle for 300 s
+# are closed, as nobody needs a password to open them.
 set -eu
 users=$1 copy=$2/users.acl
 shift 2
@@ -19,4 +20,4 @@ for role in worker router operator; do
     sed "s|^user kvroute-$role on resetpass|& #$hash|" "$copy" >"$copy.new"
     mv "$copy.new" "$copy"
 done
-exec redis-server --aclfile "$copy" "$@"
+exec redis-server --aclfile "$copy" --timeout 300 "$@"

@@ -13,18 +13,18 @@ from pathlib import Path
 import aiohttp
 import zmq.asyncio
 from platformdirs import user_cache_path
-from prometheus_client import CollectorRegistry, make_asgi_app
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Mount, Route
+from prometheus_client import CollectorRegistry
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.limits import MAX_ENGINES
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import base_url
+from app.http.client import Exchange
+from app.http.errors import OF_ALL_SERVERS, ErrorTable
+from app.http.keys import HEALTH, Keys
 from app.http.metrics import Family, Sampled, ScrapeCollector
+from app.http.paths import Server
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
@@ -83,7 +83,7 @@ async def serve(settings: EngineAgentSettings) -> None:
 
 
 async def _serve(
-    followed: EngineFollower | EngineFleet, app: Starlette, listening: socket.socket, drain_s: float
+    followed: EngineFollower | EngineFleet, app: Server, listening: socket.socket, drain_s: float
 ) -> None:
     log.info("agent listening on %s", base_url(*listening.getsockname()[:2]))
     async with asyncio.TaskGroup() as tasks:
@@ -97,36 +97,35 @@ async def _serve(
         await serve_http(app, listening, on_stop=leave, drain_s=drain_s)
 
 
-def beside(follower: EngineFollower) -> Starlette:
+def beside(follower: EngineFollower) -> Server:
     """Returns GET /health, 200 while the engine serves, else 503, and why not; and GET /metrics."""
 
-    async def health(_: Request) -> JSONResponse:
-        return JSONResponse(_told(follower), 200 if follower.state == "serving" else 503)
+    async def health(client: Exchange) -> None:
+        await client.answer(_told(follower), 200 if follower.state == "serving" else 503)
 
-    return _app(health, registry_of(lambda: [follower]))
+    return _server(health, registry_of(lambda: [follower]))
 
 
-def of_fleet(fleet: EngineFleet) -> Starlette:
+def of_fleet(fleet: EngineFleet) -> Server:
     """Returns GET /health, 200 once it is known which engines there are, else 503, and what each
     is; and GET /metrics."""
 
-    async def health(_: Request) -> JSONResponse:
+    async def health(client: Exchange) -> None:
         engines = {one.worker_id: _told(one) for one in fleet.followers.values()}
         told = {"engines": engines, "findings": fleet.findings()}
-        return JSONResponse(told, 503 if fleet.engines is None else 200)
+        await client.answer(told, 503 if fleet.engines is None else 200)
 
-    return _app(health, registry_of_fleet(fleet))
+    return _server(health, registry_of_fleet(fleet))
 
 
 def _told(follower: EngineFollower) -> dict[str, str]:
     return {"engine": follower.state} | ({"why": follower.why} if follower.why else {})
 
 
-def _app(
-    health: Callable[[Request], Awaitable[JSONResponse]], registry: CollectorRegistry
-) -> Starlette:
-    metrics = make_asgi_app(registry)
-    return Starlette(routes=[Route("/health", health), Mount("/metrics", metrics)])
+def _server(health: Callable[[Exchange], Awaitable[None]], registry: CollectorRegistry) -> Server:
+    server = Server(ErrorTable(OF_ALL_SERVERS, "agent"), registry, Keys(""))
+    server.add("GET", HEALTH, health)
+    return server
 
 
 ENGINES = Family(

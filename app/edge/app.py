@@ -16,21 +16,18 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.openapi.utils import get_openapi
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.console import page
 from app.console import routes as console_routes
 from app.console.console import Console
-from app.core.errors import cut
 from app.core.keys import Keyspace
 from app.core.settings.kinds import base_url, parse_origins
 from app.core.settings.router import RouterSettings
 from app.core.types import random_hex
-from app.door.answer_request import MODELS, is_of_door
+from app.door.answer_request import is_of_door
 from app.door.door import Door
 from app.door.engine.signs import EngineSigns
 from app.door.engine.upstream import Upstream
@@ -45,6 +42,7 @@ from app.edge.services import RULES, Services, check
 from app.edge.tls import certificate_of
 from app.http.held import HeldBodies
 from app.http.keys import CONSOLE_DATA, Keys, check_open
+from app.http.paths import Paths
 from app.http.server import serve
 from app.http.supervisor import supervised
 from app.router.fleet import Fleet
@@ -242,13 +240,11 @@ class Application(FastAPI):
             version=version("kvroute"),
             lifespan=partial(_running, replica),
             openapi_url=None,
-            # A redirect to the path with or without a slash would repeat the caller's Host header.
-            redirect_slashes=False,
         )
         self.replica = replica
         reads = [one for module in READS for one in module.ROUTER.routes]
-        self._paths: list[Any] = [*BARE_ROUTES, *reads]
-        self.router.routes += self._paths
+        self._paths = Paths(*BARE_ROUTES, *reads)
+        self.router.routes += self._paths.routes
         self._reads = AsyncExitStackMiddleware(self.router)
         self._at = {(bare.method, bare.path): bare.answer for bare in BARE_ROUTES}
         """Routes are tried one after another, which takes a µs each, unless the path is plain."""
@@ -283,26 +279,12 @@ class Application(FastAPI):
     async def _answer_else(self, client: Client) -> None:
         """Answers at a path with parameters, or to OPTIONS. Raises HTTPException, which names the
         path that was meant."""
-        scope, path = client.scope, client.scope["path"]
-        at_path = [one for one in self._paths if one.matches(scope)[0] is not Match.NONE]
-        if scope["method"] == "OPTIONS" and at_path:
-            methods = {"OPTIONS"}.union(*(one.methods or () for one in at_path))
-            methods |= {"HEAD"} if "GET" in methods else set()
-            await client.start(204, [(b"allow", ", ".join(sorted(methods)).encode())])
-            await client.send(b"", last=True)
+        if await self._paths.answered(client):
             return
-        is_none = not at_path or path == f"{MODELS}/"
-        if is_none and (meant := self._meant_by(path)):
-            raise HTTPException(404, f"There is no {cut(path)}: ask {meant} instead.")
+        scope = client.scope
         if scope["method"] == "HEAD":  # the server leaves out the body
             scope = {**scope, "method": "GET"}
         await self._reads(scope, client.receive, client.say)
-
-    def _meant_by(self, path: str) -> str | None:
-        """Returns the path that has the same words, with `/v1` before them or without it."""
-        plain = "".join([f"/{word}" for word in path.split("/") if word not in ("", "v1")])
-        paths = {one.path for one in self._paths}
-        return next((each for each in (f"/v1{plain}", plain) if each in paths), None)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         replica, path = self.replica, scope["path"]

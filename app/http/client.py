@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette import routing
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.core.errors import KvrouteError
 from app.http.body import read_body, resumed
@@ -155,9 +155,3 @@ class Route(routing.Route):
             await endpoint(scope[CLIENT])
 
         self.app = app
-
-
-async def routed(router: ASGIApp, client: Exchange) -> None:
-    """Has the route of a client's path answer. Raises HTTPException if there is none."""
-    client.scope[CLIENT] = client
-    await router(client.scope, client.receive, client.say)

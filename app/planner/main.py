@@ -8,16 +8,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from platformdirs import user_state_path
-from prometheus_client import make_asgi_app
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Mount, Route
 
 from app.core.errors import ConfigError
 from app.core.keys import Keyspace
 from app.core.settings.kinds import base_url
 from app.core.settings.planner import PlannerSettings
+from app.http.client import Exchange
+from app.http.errors import OF_ALL_SERVERS, ErrorTable
+from app.http.keys import HEALTH, Keys
+from app.http.paths import Server
 from app.http.server import listen
 from app.http.server import serve as serve_http
 from app.http.supervisor import supervised
@@ -103,18 +102,16 @@ async def connector_of(settings: PlannerSettings) -> Connector:
     return Advise()
 
 
-def create_app(planner: Planner, metrics: PlannerMetrics) -> Starlette:
+def create_app(planner: Planner, metrics: PlannerMetrics) -> Server:
     """GET /health: 200 while it leads or stands by, else 503. GET /metrics."""
 
-    async def health(_: Request) -> JSONResponse:
-        state = "leads" if planner.leads else "stands by"
+    async def health(client: Exchange) -> None:
+        told = {"planner": "leads" if planner.leads else "stands by"}
         if planner.problem:
-            return JSONResponse({"planner": state, "problem": planner.problem}, 503)
-        return JSONResponse({"planner": state})
+            await client.answer(told | {"problem": planner.problem}, 503)
+        else:
+            await client.answer(told)
 
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Mount("/metrics", make_asgi_app(metrics.registry)),
-        ]
-    )
+    server = Server(ErrorTable(OF_ALL_SERVERS, "planner"), metrics.registry, Keys(""))
+    server.add("GET", HEALTH, health)
+    return server

@@ -100,7 +100,7 @@ async def test_an_engine_that_forgets_all_is_believed(one_redis_server, tmp_path
                 await eventually(look, lambda seen: seen == 5)
                 assert (await http.post("/reset_prefix_cache")).json()["success"]
                 await eventually(look, lambda seen: seen == 0)
-                metrics = (await agent_http.get("/metrics/")).text
+                metrics = (await agent_http.get("/metrics")).text
                 assert 'kvroute_agent_engine_state{state="serving",worker="e"} 1.0' in metrics
                 assert 'kvroute_agent_unknown_cache_share{rank="0",worker="e"} 0.0' in metrics
                 assert (await agent_http.get("/health")).json() == {"engine": "serving"}
@@ -128,7 +128,7 @@ async def test_agents_of_many_engines_know_what_each_holds_and_take_over_from_on
                         "engines": {n: {"engine": "serving"} for n in "ab"},
                         "findings": [],
                     }
-                    metrics = (await agent_http.get("/metrics/")).text
+                    metrics = (await agent_http.get("/metrics")).text
                     assert 'kvroute_agent_engine_state{state="serving",worker="b"} 1.0' in metrics
                     assert 'kvroute_agent_engines{what="followed"} 2.0' in metrics
                 dying.end(signal.SIGKILL)

@@ -5,19 +5,24 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
+from redis.exceptions import RedisError
 
 from app.http.protocol import MAX_HEAD_BYTES, MAX_URL_BYTES
 from app.local.balancers import rendered
 from app.local.redis_server import EmbeddedRedis, free_port
+from app.state.connect import connect
 from tests.attack.kv_port import KvPort
 from tests.e2e.engines import Process
 from tests.e2e.test_cells import CONFIG as CELLS
 from tests.e2e.test_haproxy import CONFIG, Replica, haproxy
 from tests.eventually import eventually
 from tests.gateway.envoy import ENVOY
+from tests.test_deploy import DEPLOY, REDIS_VARIABLES
+from tests.test_deploy import started as started_redis
 from tests.test_listeners import ROWS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,6 +53,10 @@ async def statuses(url, *keys, path="/", **headers):
 
 async def bounded(url):
     async with httpx.AsyncClient(base_url=url) as http:
+        for method, status in (("OPTIONS", 204), ("PUT", 405)):
+            answer = await http.request(method, "/health")
+            assert (answer.status_code, answer.headers["allow"]) == (status, "GET, HEAD, OPTIONS")
+        assert "ask /health instead" in (await http.get("/health/")).text
         assert (await http.get("/" + "a" * MAX_URL_BYTES)).status_code == 414
         assert (await http.get("/", headers={"x": "y" * MAX_HEAD_BYTES})).status_code == 431
 
@@ -67,8 +76,16 @@ async def abused(url, path="/health", *, ends_s=ENDS_S):
     """Each of ABUSES ends, and others are served meanwhile."""
     at = httpx.URL(url)
 
+    async def others():
+        async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+            assert (await http.get(path)).status_code < 504
+
+    await each_ends(at.host, at.port, others, ends_s)
+
+
+async def each_ends(host, port, others, ends_s=ENDS_S, abuses=tuple(ABUSES)):
     async def ended(abuse):
-        reader, writer = await asyncio.open_connection(at.host, at.port)
+        reader, writer = await asyncio.open_connection(host, port)
         with suppress(OSError):
             writer.write(ABUSES[abuse])
             async with asyncio.timeout(ends_s):
@@ -77,10 +94,9 @@ async def abused(url, path="/health", *, ends_s=ENDS_S):
         writer.transport.abort()
 
     async with asyncio.TaskGroup() as tasks:
-        trying = [tasks.create_task(ended(abuse), name=abuse) for abuse in ABUSES]
+        trying = [tasks.create_task(ended(abuse), name=abuse) for abuse in abuses]
         for _ in range(5):
-            async with httpx.AsyncClient(base_url=url, timeout=10) as http:
-                assert (await http.get(path)).status_code < 504
+            await others()
             await asyncio.wait(trying, timeout=0.5)
 
 
@@ -130,7 +146,7 @@ async def check_agent(redis, folder):
         *("agent", "--engine-url=http://127.0.0.1:9", f"--redis-url={redis.url}"),
         *(f"--memory-folder={folder}", "--worker-id=e", "--port=0"),
     ) as agent:
-        assert await statuses(agent.url, "", path="/metrics/") == [200]
+        assert await statuses(agent.url, "", path="/metrics") == [200]
         assert await statuses(agent.url, "", path="/health") == [503]
         await bounded(agent.url)
         await abused(agent.url)
@@ -138,7 +154,7 @@ async def check_agent(redis, folder):
 
 async def check_planner(redis, folder):
     with running("planner", f"--redis-url={redis.url}", "--port=0") as planner:
-        assert await statuses(planner.url, "", path="/metrics/") == [200]
+        assert await statuses(planner.url, "", path="/metrics") == [200]
         assert (await statuses(planner.url, "", path="/health"))[0] in (200, 503)
         await bounded(planner.url)
         await abused(planner.url)
@@ -163,6 +179,7 @@ async def check_picker(redis, folder):
     port = free_port()
     arguments = ("picker", "--port=0", f"--grpc-port={port}", f"--redis-url={redis.url}")
     with running(*arguments) as picker:
+        await bounded(picker.url)
         await abused(picker.url)
         assert _listening(port) == [HERE]
         reader, writer = await asyncio.open_connection(HERE, port)
@@ -188,8 +205,31 @@ async def check_envoy(redis, folder):
         await envoy.wait()
 
 
+HTTP_ALONE = [name for name, sent in ABUSES.items() if b"Host:" in sent]
+"""Redis takes these for attacks by browsers."""
+
+
 async def check_redis(redis, folder):
     assert _listening(redis.port) == [HERE]
+    async with connect(redis.url) as client:
+        await each_ends(HERE, redis.port, client.ping, abuses=HTTP_ALONE)
+
+
+async def check_deployed_redis(redis, folder):
+    port, user = free_port(), quote(REDIS_VARIABLES["ROUTER_PASSWORD"])
+    assert " --timeout 300 " in (DEPLOY / "redis.sh").read_text()
+    options = ("--port", str(port), "--bind", HERE, "--save", "", "--timeout", "2")
+    with started_redis(str(DEPLOY / "users.acl"), str(folder), *options) as process:
+        try:
+            await eventually(lambda: asyncio.to_thread(_listening, port))
+            for path in ("", f"kvroute-router:{user}wrong@", "default:@"):
+                async with connect(f"redis://{path}{HERE}:{port}") as client:
+                    with pytest.raises(RedisError, match=r"(?i)auth|invalid username"):
+                        await client.ping()
+            async with connect(f"redis://kvroute-router:{user}@{HERE}:{port}") as client:
+                await each_ends(HERE, port, client.ping)
+        finally:
+            process.terminate()
 
 
 def _listening(port):
@@ -217,6 +257,7 @@ CHECKS = {
     "balancer": check_balancer,
     "cells' balancer": check_balancer,
     "Envoy of `envoy.yaml`": check_envoy,
+    "Redis of `redis.sh`": check_deployed_redis,
     "Redis of `kvroute up`": check_redis,
 }
 

@@ -311,7 +311,7 @@ async def test_no_answer_repeats_the_callers_host(client, path):
 
 async def test_a_wrong_method_gets_an_error_in_the_common_format(client):
     response = await client.get("/v1/route")
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert (response.status_code, response.headers["allow"]) == (405, "OPTIONS, POST")
     assert response.json() == {
         "error": {"code": "method_not_allowed", "message": "Method Not Allowed", "field": None}
     }

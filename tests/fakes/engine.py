@@ -420,6 +420,8 @@ class FakeEngine:
         answer = RAW[name]
         with suppress(ConnectionError):
             for part in (answer,) if isinstance(answer, bytes) else answer():
+                if transport.is_closing():  # else asyncio logs a line for each further part
+                    break
                 transport.write(part)
                 await request.protocol._drain_helper()
         transport.close()

@@ -343,7 +343,7 @@ async def test_an_agent_that_hears_nothing_while_its_engine_computes_says_so(
         async def silent():
             async with httpx.AsyncClient(base_url=one.url) as http:
                 await complete(http, "sim", [*prompts.next(), *range(100)])
-                metrics = (await http.get(f"{beside.url}/metrics/")).text
+                metrics = (await http.get(f"{beside.url}/metrics")).text
             return 'kvroute_agent_events_silent{rank="0",worker="e"} 1.0' in metrics
 
         await eventually(silent, within_s=30.0)

@@ -7,24 +7,22 @@ fields in the query.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
-from starlette.routing import Router
-from starlette.types import Receive, Scope, Send
 
 from app.core.errors import InvalidRequest, PromptTooLarge, Unauthorized, shown
 from app.core.hashing import token_bytes
 from app.core.types import new_id
-from app.http.client import EVENTS, JSON, ClientStalled, Exchange, Route, routed
-from app.http.errors import INTERNAL, OF_ALL_SERVERS, OVERLOADED, Dialect, ErrorTable, Meaning
+from app.http.client import EVENTS, JSON, Exchange
+from app.http.errors import OF_ALL_SERVERS, OVERLOADED, ErrorTable, Meaning
 from app.http.json_body import JsonBody
-from app.http.keys import HEALTH, METRICS, Keys
+from app.http.keys import HEALTH, Keys
+from app.http.paths import Server
 from app.simulation.steps import PromptTooLargeError
 from app.tokens import Overloaded, TokenizerThreads
 from workers.engines.base import EngineStoppedError, QueueFullError, Tokenizer
@@ -69,7 +67,7 @@ ERRORS = ErrorTable(
 )
 
 
-class WorkerApp:
+class WorkerApp(Server):
     """The HTTP interface of an engine; the caller runs the engine.
 
     key: that requests must carry, but for /health. metrics_key: that opens /metrics alone. "":
@@ -77,50 +75,17 @@ class WorkerApp:
     """
 
     def __init__(self, served: ServedEngine, *, key: str = "", metrics_key: str = "") -> None:
+        keys = Keys(key, metrics_key=metrics_key, open_paths=(HEALTH,))
+        super().__init__(ERRORS, registry_of(served.engine), keys)
         self._served = served
-        self._collected = registry_of(served.engine)
-        self._keys = Keys(key, metrics_key=metrics_key, open_paths=(HEALTH,))
-        self._router = Router(redirect_slashes=False)
         self.add("GET", HEALTH, self._health)
-        self.add("GET", METRICS, self._metrics)
         self.add("POST", "/v1/completions", self._complete)
-
-    def add(self, method: str, path: str, endpoint: Callable[[Exchange], Awaitable[None]]) -> None:
-        self._router.routes.append(Route(method, path, endpoint))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._router(scope, receive, send)
-            return
-        scope["app"] = self  # so that the router raises where it has no path
-        client = Exchange(scope, receive, send)
-        try:
-            # Its name tells no caller from another: all routers have the same key.
-            self._keys.check(scope["path"], scope["headers"])
-            await routed(self._router, client)
-        except (ClientDisconnect, ClientStalled):
-            client.cut()
-        except Exception as error:
-            await self._fail(client, error)
-
-    async def _fail(self, client: Exchange, error: Exception) -> None:
-        if ERRORS.meaning_of(error) is INTERNAL:
-            log.error("%s failed", client.scope["path"], exc_info=error)
-        if client.status:
-            client.cut()
-            return
-        status, headers, body = ERRORS.answer_to(error, Dialect.OURS)
-        await client.answer_whole(body, status, JSON, *headers)
 
     async def _health(self, client: Exchange) -> None:
         if self._served.engine.running:
             await client.answer({"status": "ok"})
         else:
             await client.answer({"status": "the engine is not running"}, 503)
-
-    async def _metrics(self, client: Exchange) -> None:
-        kind = (b"content-type", CONTENT_TYPE_LATEST.encode())
-        await client.answer_whole(generate_latest(self._collected), 200, kind)
 
     async def _complete(self, client: Exchange) -> None:
         served = self._served
