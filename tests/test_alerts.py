@@ -66,13 +66,17 @@ def on_and_off(metric, on, off, **labels):
 
 
 def flood(share, *, waits):
+    """waits: seconds a minute that each of the keys waits."""
     tokens = {"ann": share, "bob": 100 - share}
     used = {
         counter("key_tokens_total", key=key, kind="prompt"): rising(number)
         for key, number in tokens.items()
     }
     asked = {counter("key_requests_total", key=key, ended="ok"): rising(5) for key in tokens}
-    waited = {counter("key_waited_seconds_total", key="bob"): rising(1)} if waits else {}
+    waited = {
+        counter("key_waited_seconds_total", key=key): rising(seconds)
+        for key, seconds in zip(tokens, waits, strict=True)
+    }
     return used | asked | waited
 
 
@@ -205,7 +209,19 @@ CASES = {
         },
         {"key": "ann"},
     ),
-    "KvrouteKeyFloods": Case(flood(90, waits=True), flood(90, waits=False), {"key": "ann"}),
+    "KvrouteKeyFloods": Case(flood(90, waits=(70, 70)), flood(90, waits=(50, 50)), {"key": "ann"}),
+    "KvrouteKeyNew": Case(
+        {
+            counter("key_requests_total", key="ann", ended="ok"): "_x25 0+90x15",
+            counter("key_requests_total", key="bob", ended="ok"): rising(10),
+        },
+        {
+            counter("key_requests_total", key="ann", ended="ok"): rising(90),
+            counter("key_requests_total", key="bob", ended="ok"): "_x25 0+10x15",
+            'kvroute_key_requests_total{job="s",key="ann",ended="ok"}': "_x25 0+90x15",
+        },
+        {"key": "ann"},
+    ),
     "KvrouteClientsLeave": Case(
         {door("ok"): rising(80), door("left_before_token", 499): rising(20)},
         {
@@ -309,6 +325,11 @@ def test_the_rules_are_valid():
 @pytest.mark.parametrize("alert", CASES)
 def test_an_alert_fires_on_what_it_is_for_and_on_nothing_near_it(alert, tmp_path):
     _check(tmp_path, alert, CASES[alert])
+
+
+def test_a_key_that_others_go_before_floods_by_what_waits(tmp_path):
+    cases = flood(20, waits=(900, 100)), flood(20, waits=(100, 100))
+    _check(tmp_path, "KvrouteKeyFloods", Case(*cases, {"key": "ann"}))
 
 
 def test_a_model_that_sleeps_lacks_no_worker_as_long_as_a_planner_would_wake_it(tmp_path):

@@ -22,6 +22,7 @@ from app.ops.figures import (
     QUEUE,
     TARGET_S,
     UNKNOWN_MODEL,
+    WINDOW_S,
     WRONG,
     Together,
     share,
@@ -29,6 +30,8 @@ from app.ops.figures import (
 
 FEW = 10
 """Requests in a minute below which no share is told."""
+WAITING = 2
+"""Requests that wait at a time below which no key is told that floods the fleet."""
 MAX_TOLD = 3
 FAILING = frozenset({"KvrouteRequestsFail", "KvrouteWorkerFailsRequests"})
 """Conditions that clients feel, which are told first."""
@@ -160,13 +163,28 @@ def _late(all_of: Together, most: float) -> str:
 
 
 def _floods(all_of: Together, most: float) -> str:
-    tokens = {name: counts["prompt"] for name, counts in all_of.keys.items()}
-    whole, waited_s = sum(tokens.values()), sum(one["waited_s"] for one in all_of.keys.values())
-    largest = max(tokens, key=tokens.__getitem__, default="")
-    value = share(tokens.get(largest, 0.0), whole) or 0.0
-    if value <= most or len(tokens) < 2 or not waited_s:
+    """Judges shares of what was computed and, as the fair line lets nobody compute most of it, of
+    the time waited."""
+    for counted, what in (("prompt", "prompt tokens are"), ("waited_s", "time waited is")):
+        amounts = {name: counts[counted] for name, counts in all_of.keys.items()}
+        largest = max(amounts, key=amounts.__getitem__, default="")
+        value = share(amounts.get(largest, 0.0), sum(amounts.values())) or 0.0
+        waited_s = sum(one["waited_s"] for one in all_of.keys.values())
+        if value > most and len(amounts) > 1 and waited_s > WAITING * WINDOW_S:
+            return f"{value:.0%} of the {what} {largest}'s, and requests wait"
+    return ""
+
+
+def _is_new(all_of: Together, most: float) -> str:
+    rows, whole = all_of.keys, sum(one["requests"] for one in all_of.keys.values())
+    # A replica that has just got its first request of a key says so, and others know better.
+    new = {name for name, one in rows.items() if one["requests"] and one["new"] == one["requests"]}
+    if not rows.keys() - new:
         return ""
-    return f"{value:.0%} of the prompt tokens are {largest}'s, and others wait"
+    text = "{1}, a key that asked for nothing a minute ago, makes {0:.0%} of all requests"
+    shares = {name: share(rows[name]["requests"], whole) or 0.0 for name in sorted(new)}
+    much = (name for name in shares if shares[name] > most and rows[name]["requests"] >= FEW)
+    return _listed([text.format(shares[name], name) for name in much])
 
 
 def _apart(all_of: Together, most: float) -> str:
@@ -243,6 +261,12 @@ CONDITIONS = (
         0.8,
         _floods,
         "limit the key: requests=, tokens= or concurrent= behind it in --api-key-file",
+    ),
+    Condition(
+        "KvrouteKeyNew",
+        0.5,
+        _is_new,
+        "is it meant? Limit the key: requests=, tokens= or concurrent= in --api-key-file",
     ),
     Condition("KvrouteRequestsRefused", 0.0, _refused, _refused_remedy),
     Condition(

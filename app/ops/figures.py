@@ -172,8 +172,9 @@ class CountWindow:
                 first[name].setdefault(kind, counts[kind])
 
     def figures(self) -> dict[str, Any]:
-        """Returns the last figures in JSON's types: `counts` and `buckets` of the last `window_s`,
-        `minute`, `models`, `workers` and `keys` of the last LONG_WINDOW_S; `gauges` as they are."""
+        """Returns the last figures in JSON's types: `counts`, `buckets` and `keys` of the last
+        `window_s`, `minute`, `models` and `workers` of the last LONG_WINDOW_S; `gauges` as they
+        are."""
         (now_s, last), oldest = self._readings[-1], self._readings[0][1]
         recent_s, recent = next(r for r in self._readings if now_s - r[0] <= WINDOW_S)
         return {
@@ -190,8 +191,21 @@ class CountWindow:
             "gauges": last.gauges,
             "models": _grown_rows(last.models, oldest.models),
             "workers": _grown_rows(last.workers, oldest.workers),
-            "keys": _grown_rows(last.keys, oldest.keys),
+            "keys": self._keys(last, recent, oldest),
         }
+
+    def _keys(self, last: Reading, recent: Reading, oldest: Reading) -> dict[str, dict[str, float]]:
+        """Returns what keys of the last minute used in the last seconds; `new`: the requests of one
+        that had asked for nothing a minute ago."""
+        used = {
+            name: _grown(last.keys[name], recent.keys[name])
+            for name in _grown_rows(last.keys, oldest.keys)
+        }
+        if self._readings[-1][0] - self._readings[0][0] >= LONG_WINDOW_S - WINDOW_S:
+            for name in used:
+                if not oldest.keys[name]:
+                    used[name]["new"] = used[name].get("requests", 0.0)
+        return used
 
 
 def _finite(value: Any) -> float:

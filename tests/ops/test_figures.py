@@ -123,16 +123,47 @@ def of_key(name, key, value, **labels):
 
 def test_a_key_is_named_that_floods_or_is_over_its_limits():
     tokens = [of_key("tokens", key, n, kind="prompt") for key, n in (("ann", 90), ("bob", 10))]
-    waited = of_key("waited_seconds", "bob", 2.0)
+    waited = of_key("waited_seconds", "bob", 12.0), of_key("waited_seconds", "ann", 12.0)
     asked = [of_key("requests", "bob", 30, ended="ok"), of_key("limited", "bob", 9, limit="tokens")]
-    found = {c.about: c.found for c in holding(counted(*tokens, waited, *asked))}
+    found = {c.about: c.found for c in holding(counted(*tokens, *waited, *asked))}
     assert found == {
-        "KvrouteKeyFloods": "90% of the prompt tokens are ann's, and others wait",
+        "KvrouteKeyFloods": "90% of the prompt tokens are ann's, and requests wait",
         "KvrouteKeyLimited": "30% of the requests of bob are over its limits",
     }
     assert not [*holding(counted(*tokens))], "nobody waits"
-    alone = (tokens[0], of_key("waited_seconds", "ann", 2.0))
+    assert not [*holding(counted(*tokens, waited[0]))], "hardly anybody does"
+    most = of_key("waited_seconds", "bob", 9.0), of_key("waited_seconds", "ann", 90.0)
+    even = [of_key("tokens", key, 50, kind="prompt") for key in ("ann", "bob")]
+    [said] = holding(counted(*even, *most))
+    assert said.found == "91% of the time waited is ann's, and requests wait"
+    alone = (tokens[0], of_key("waited_seconds", "ann", 22.0))
     assert not [*holding(counted(*alone))], "there is no other key"
+
+
+def test_a_key_is_named_that_is_new_and_makes_most_requests():
+    def told(*steps):
+        registry, window = CollectorRegistry(), CountWindow()
+        asked = Counting("kvroute_key_requests", "-", ("key", "ended"), registry=registry)
+        for second, counts in enumerate(steps, 60 - len(steps) + 1):
+            for key, number in counts.items():
+                asked.labels(key, "ok").inc(number)
+            if second == 60 - len(steps) + 1:
+                window.add(read(registry), 0.0)
+            window.add(read(registry), float(second))
+        return window.figures()
+
+    def new(*replicas):
+        return [c.found for c in holding(Together(replicas)) if c.about == "KvrouteKeyNew"]
+
+    before, flood = {"bob": 3}, {"bob": 3, "ann": 17}
+    text = "ann, a key that asked for nothing a minute ago, makes 74% of all requests"
+    assert new(told(before, before, flood)) == [text]
+    assert new(told(before, before, flood), told(before, before, flood)) == [text]
+    assert not new(told(flood, before, flood)), "it is not new"
+    assert not new(told(before, flood), told(flood, before, flood)), "another replica knows it"
+    assert not new(told(before, {"bob": 30, "ann": 17})), "most are others'"
+    assert not new(told({}, {"ann": 17})), "nobody else is there"
+    assert not new(told(before, {"ann": 9})), "they are few"
 
 
 def requests(outcome, times, code=200):
