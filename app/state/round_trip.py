@@ -98,7 +98,9 @@ class SharedConnection(asyncio.Protocol):
         )
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Pipeline] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        # uvloop's handle of a time that is just past does not say it.
+        self._looks_s = 0.0
         self._transport: asyncio.Transport = writer.transport
         self._transport.set_protocol(self)
         self.is_open = not self._transport.is_closing()
@@ -111,7 +113,7 @@ class SharedConnection(asyncio.Protocol):
             return done
         self._waiting.append(_Pipeline(num, until_s, done))
         self._transport.write(packed)
-        if self._timer is None or until_s < self._timer.when():
+        if self._timer is None or until_s < self._looks_s:
             self._look_at(until_s)
         return done
 
@@ -153,7 +155,7 @@ class SharedConnection(asyncio.Protocol):
     def _look_at(self, when_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when_s, self._look)
+        self._timer, self._looks_s = self._loop.call_at(when_s, self._look), when_s
 
     def _look(self) -> None:
         self._timer = None

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError  # noqa: A004
 
+from app.http.server import run
 from app.local.redis_server import free_port
 from app.state.connect import connect
 from app.state.round_trip import Node, NotSent, round_trip
@@ -107,3 +108,18 @@ async def test_a_connection_that_fails_after_sending_raises_since_commands_may_h
     async with connect(own_redis_server.url) as redis:
         with pytest.raises(ConnectionError):
             await asked(redis, ("SET", "a", "1"), ("SHUTDOWN", "NOSAVE"), ("GET", "a"))
+
+
+def test_a_deadline_that_is_past_disturbs_no_caller_after_it(one_redis_server):
+    async def late_and_last():
+        async with connect(one_redis_server.url) as redis:
+            await asked(redis, ("ECHO", "first"))  # opens the connection
+            late = asked(redis, ("ECHO", "late"), within_s=-1.0)
+            return await asyncio.gather(
+                late, asked(redis, ("ECHO", "last")), return_exceptions=True
+            )
+
+    # The loop of processes, whose handle of a time that is past is another.
+    [late, last] = run(late_and_last())
+    assert isinstance(late, (TimeoutError, list))
+    assert last == [b"last"]
