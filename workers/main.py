@@ -18,7 +18,7 @@ from app.core.keys import Keyspace
 from app.core.roles import Role
 from app.core.settings.kinds import base_url
 from app.core.settings.worker import WorkerSettings
-from app.core.types import WORKER_ID, Tier, WorkerKey
+from app.core.types import Tier, WorkerKey
 from app.core.worker_report import (
     DEFAULT_SPEED,
     ForwardPassMetrics,
@@ -54,11 +54,7 @@ CAPACITY_WORKERS = 16
 
 async def serve(settings: WorkerSettings) -> None:
     """Runs a worker until SIGTERM or SIGINT. Raises ConfigError for a bad setting."""
-    if not WORKER_ID.fullmatch(settings.resolved_id()):
-        raise ConfigError(
-            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
-        )
-    settings.check_role(settings.kv_transfer)
+    settings.check_member(settings.kv_transfer)
     keyspace = Keyspace(settings.namespace)
     for name in ("kv_pool_tokens", "host_pool_tokens", "disk_pool_tokens"):
         tokens = getattr(settings, name)

@@ -100,18 +100,15 @@ class Plan:
     @property
     def saved_s(self) -> float:
         """Predicted seconds by which held blocks shorten the prefill."""
-        overlap, isl, candidates = self.decision.overlap, self.size.isl_tokens, self.candidates
-        if not overlap.total:
+        at, isl, wanted = self._holds_first, self.size.isl_tokens, self.reservation
+        if not self.decision.overlap.total:
             return 0.0
-        at, block = self.route.source, self.size.block_size
+        if self.route.kind is TransferKind.SPLIT and wanted.source is not None:
+            wanted = wanted.source
         # As numpy's numbers they would take three times as long.
-        host_s = candidates.host_s_per_token.item(at)
-        disk_s = candidates.disk_s_per_token.item(at)
-        per_token = candidates.prefill_s_per_token.item(at)
-        per_pair = candidates.prefill_s_per_token2.item(at)
-        loads_s = block * (overlap.host * host_s + overlap.disk * disk_s)
-        saved = isl - max(isl - overlap.total * block, 1)
-        return max(0.0, float(saved * per_token + saved**2 / 2 * per_pair - loads_s))
+        per_token = self.candidates.prefill_s_per_token.item(at)
+        per_pair = self.candidates.prefill_s_per_token2.item(at)
+        return max(0.0, isl * (per_token + isl / 2 * per_pair) - wanted.prefill_us / 1e6)
 
 
 _cost_of = attrgetter("cost")

@@ -24,10 +24,14 @@ from app.policy.cost import (
     Costs,
     Floats,
     RequestSize,
+    added_up,
     least,
     predicted_prefill_s,
 )
 from app.policy.pairing import Mask, Roles
+
+DECODING_TERMS = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
+"""Terms of what a worker that decodes costs, besides the transfer."""
 
 
 class TransferKind(StrEnum):
@@ -139,11 +143,8 @@ def _routes_within(given: TransferInputs, group: Mask, below: float) -> list[Tra
 def _least_split(candidates: Candidates, costs: Costs) -> float:
     """Returns what any pair of `_split` costs at least: its cheapest halves, without the
     transfer."""
-    terms = costs.terms
-    decoding = terms["queue_s"] + terms["memory_wait_s"]
-    decoding += terms["eviction_s"]
-    decoding += terms["decode_s"]
-    computing = costs.cost - terms["decode_s"]
+    decoding = added_up({name: costs.terms[name] for name in DECODING_TERMS})
+    computing = costs.cost - costs.terms["decode_s"]
     return least(computing) + least(decoding) + least(candidates.prefill_s_per_token)
 
 
@@ -171,13 +172,10 @@ def _split(given: TransferInputs, sources: Mask, targets: Mask) -> TransferRoute
     lacking = size.isl_tokens - candidates.overlap * size.block_size
     decoding = transfer_s(candidates, lacking)
     decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
-    for name in ("queue_s", "memory_wait_s", "eviction_s", "decode_s"):
-        decoding += terms[name]
-    for name in (FAILED_TERM, LATE_TERM, AWAY_TERM):
+    for name in (*DECODING_TERMS, FAILED_TERM, LATE_TERM, AWAY_TERM, "arrival_s"):
         if name in terms:
             decoding += terms[name]
     if "arrival_s" in terms:
-        decoding += terms["arrival_s"]
         sources = sources & (candidates.receiving_s == 0.0)
     source, target = given.cheapest(computing, sources), given.cheapest(decoding, targets)
     if source is None or target is None:

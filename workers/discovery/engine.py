@@ -11,7 +11,6 @@ from typing import Any
 from app.core.errors import ConfigError
 from app.core.settings.agent import EngineAgentSettings
 from app.core.settings.kinds import Integers, OneOf, Real, Text, check_base_url
-from app.core.types import WORKER_ID
 from workers.bridge.http.facts import NONE, NotExact, reachable
 
 log = logging.getLogger(__name__)
@@ -198,11 +197,7 @@ def check(settings: EngineAgentSettings) -> None:
         check_base_url(settings.engine_url)
     except ValueError as error:
         raise ConfigError(f"--engine-url: {error}") from None
-    if not WORKER_ID.fullmatch(settings.resolved_id()):
-        raise ConfigError(
-            f"worker id {settings.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
-        )
-    settings.check_role(settings.kv_transfer)
+    settings.check_member(settings.kv_transfer)
     if settings.role == "both" and settings.kv_transfer == "sglang":
         raise ConfigError("--kv-transfer sglang: needs --role prefill or decode, as the engine has")
     for flag, endpoint in (

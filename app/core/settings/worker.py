@@ -21,6 +21,7 @@ from app.core.settings.kinds import (
     drain_setting,
     setting,
 )
+from app.core.types import WORKER_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,12 @@ class MemberSettings(CommonSettings):
     def resolved_id(self) -> str:
         return self.worker_id or socket.gethostname()
 
-    def check_role(self, kv_transfer: str) -> None:
-        """Raises ConfigError if the role needs KV to travel and none can."""
+    def check_member(self, kv_transfer: str) -> None:
+        """Raises ConfigError for a bad name, or if the role needs KV to travel and none can."""
+        if not WORKER_ID.fullmatch(self.resolved_id()):
+            raise ConfigError(
+                f"worker id {self.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
+            )
         if self.role != "both" and not kv_transfer:
             raise ConfigError(
                 f"--role {self.role}: needs --kv-transfer, as KV has to travel for it"
