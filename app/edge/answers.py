@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import BaseModel, Field, create_model
 from typing_extensions import TypedDict
 
+from app.core.key_rules import KeyRules
 from app.core.roles import Role
 from app.core.trust import Trust
 from app.core.types import Incarnation, TierOverlap, WorkerKey
 from app.core.verdicts import State
-from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item
+from app.core.worker_report import GPU, INFO, METRICS, NO_READINGS, Item, WorkerInfo
 from app.policy.decision import Candidate, Decision
 from app.policy.locality import Locality
 from app.policy.view import View, load_statistics
@@ -45,11 +46,13 @@ class AddressedWorker(WorkerName):
 
 
 class BestWorker(AddressedWorker):
-    overlap_blocks: Annotated[int, _told("leading blocks of the prompt that the worker holds")]
+    overlap_blocks: NotRequired[
+        Annotated[int, _told("for operators: leading blocks of the prompt that the worker holds")]
+    ]
     isl_blocks: IslBlocks
     policy: str
     degraded: Degraded
-    trust: TrustWord
+    trust: NotRequired[TrustWord]
 
 
 class CandidateWorker(WorkerName):
@@ -87,12 +90,12 @@ class Source(AddressedWorker):
 
 class _Decided(AddressedWorker):
     request_id: str
-    overlap_blocks: TierOverlap
+    overlap_blocks: NotRequired[Annotated[TierOverlap, _told("for operators")]]
     isl_tokens: Annotated[int, _told("length of the prompt")]
     isl_blocks: IslBlocks
     policy: str
     degraded: Degraded
-    trust: TrustWord
+    trust: NotRequired[TrustWord]
     reserved: Annotated[bool, _told("whether the decision must be released")]
 
 
@@ -186,6 +189,12 @@ def routed(decision: Decision) -> Routed:
     return answer
 
 
+def without_overlap(answer: BestWorker | Routed) -> None:
+    """Takes out what a client's key is not told: how much of its prompt is cached by whoever."""
+    for name in ("overlap_blocks", "bound_blocks", "trust"):
+        answer.pop(name, None)  # type: ignore[misc]
+
+
 def _name(key: WorkerKey) -> WorkerName:
     return {"worker_id": key.worker_id, "dp_rank": key.dp_rank}
 
@@ -277,8 +286,17 @@ class Workers(BaseModel):
     load_std: float = _told("its sample standard deviation")
 
 
-def workers(view: View, values: Mapping[str, float]) -> Workers:
-    """Returns all workers. values: by worker ids, see LiveWorker.unique_value_s."""
+def workers(view: View, values: Mapping[str, float], rules: KeyRules | None = None) -> Workers:
+    """Returns the workers of the models that a key may ask for; clients' keys are not told who else
+    met failures. values: by worker ids, see LiveWorker.unique_value_s. rules: None: any key."""
+
+    def is_shown(info: WorkerInfo) -> bool:
+        return rules is None or not rules.models or any(map(rules.may_ask, info.models))
+
+    def verdict(inc: Incarnation) -> dict[str, object]:
+        told = _verdict(view, inc)
+        return told | {"witnesses": []} if rules is not None and rules.is_client else told
+
     live = [
         {
             **_name(info.key),
@@ -291,7 +309,7 @@ def workers(view: View, values: Mapping[str, float]) -> Workers:
             "active_blocks": load.blocks,
             "prefill_tokens": load.prefill_tokens,
             "queue_s": load.queue_s(view.now_ms),
-            **_verdict(view, inc),
+            **verdict(inc),
             **_values_of(METRICS, measured.metrics),
             "gpu": None if measured.gpu == NO_READINGS else _values_of(GPU, measured.gpu),
             "stale": measured.is_stale(view.now_ms, len(view.infos)),
@@ -301,10 +319,12 @@ def workers(view: View, values: Mapping[str, float]) -> Workers:
             *(view.incarnations, view.infos, view.loads, view.measured, view.others_requests),
             strict=True,
         )
+        if is_shown(info)
     ]
     paused = [
-        {**_name(info.key), "incarnation": inc, **_verdict(view, inc)}
+        {**_name(info.key), "incarnation": inc, **verdict(inc)}
         for inc, info in view.paused.items()
+        if is_shown(info)
     ]
     load_avg, load_std = load_statistics(view)
     return Workers.model_validate(

@@ -158,6 +158,8 @@ class Client(http.Exchange):
         if decision.bound_blocks:
             overlap += f"; bound={decision.bound_blocks}"
         shown.append((b"x-kvroute-worker", record.worker.encode()))
+        if self.is_of_client:
+            return shown
         shown.append((b"x-kvroute-overlap", overlap.encode()))
         shown.append((b"x-kvroute-trust", decision.trust.encode()))
         if decision.source is not None:

@@ -19,7 +19,7 @@ from app.door.door import Door
 from app.edge import answers
 from app.edge.reload import WatchedFiles
 from app.edge.schemas import UsageAsked
-from app.edge.services import Replica, errors
+from app.edge.services import Replica, Rules, errors
 from app.http.keys import HEALTH, USAGE, Keys
 from app.http.metrics import Family, Sampled, ScrapeCollector
 from app.ops.usage import answer, hours_in
@@ -157,14 +157,15 @@ async def readiness(replica: Replica, response: Response) -> Readiness:
 
 
 @ROUTER.get("/v1/workers", responses=errors(401, 503))
-async def workers(replica: Replica) -> answers.Workers:
+async def workers(replica: Replica, rules: Rules) -> answers.Workers:
     """List the live workers and the load on each, and those that are left alone for a while."""
     router = replica.router
     try:
         view = await router.refresh()
     except NamespaceMissing:
         return answers.Workers(workers=[], paused=[], load_avg=0.0, load_std=0.0)
-    return answers.workers(view, await planner.values(router.redis, Keyspace(router.namespace)))
+    values = await planner.values(router.redis, Keyspace(router.namespace))
+    return answers.workers(view, values, rules)
 
 
 @ROUTER.get(USAGE, responses=errors(401, 422, 503), response_model=UsageShown)

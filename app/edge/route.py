@@ -35,7 +35,10 @@ async def find_best_worker(client: Client) -> None:
         reserve=False,
         local_only=True,
     )
-    await client.answer(answers.best_worker(await replica.router.route(request, prompt)))
+    answer = answers.best_worker(await replica.router.route(request, prompt))
+    if client.is_of_client:
+        answers.without_overlap(answer)
+    await client.answer(answer)
 
 
 async def route(client: Client) -> None:
@@ -85,8 +88,10 @@ async def route(client: Client) -> None:
     )
     # Nobody would ever end what is reserved for a caller that hung up.
     async with client.watched():
-        decision = await router.route(request, prompt)
-        await client.answer(answers.routed(decision))
+        answer = answers.routed(await router.route(request, prompt))
+        if client.is_of_client:
+            answers.without_overlap(answer)
+        await client.answer(answer)
 
 
 async def _is_foreign(client: Client, request_id: str) -> bool:

@@ -143,17 +143,18 @@ class Keys:
         """Returns the name of the key that a request carries; "" if it needs none. Raises
         Unauthorized, and InvalidRequest if there are two."""
         is_asked, allowed = self._is_asked, self._digests
-        if path == METRICS and self._readers:
-            is_asked, allowed = True, allowed + self._readers
+        if path == METRICS:
+            is_asked, allowed = is_asked or bool(self._readers), self._operators + self._readers
         if not is_asked or path in self._open:
             return ""
         is_data = path.startswith(CONSOLE_DATA) or path == USAGE
+        opens = self._operators if is_data else allowed
         if path.startswith(CONSOLE) and not is_data and CONSOLE in self._open:
             return ""
         given = authorization_in(headers)
-        name = name_of(given, self._operators if is_data else allowed)
-        if name is None and is_data and name_of(given, allowed) is not None:
-            what = "the usage of others" if path == USAGE else "the console"
+        name = name_of(given, opens)
+        if name is None and opens is not self._digests and name_of(given, self._digests):
+            what = "the console" if path.startswith(CONSOLE) else "the usage of others"
             raise Unauthorized(f"This key does not open {what}: it is no operator's.")
         if name is None:
             raise Unauthorized("No valid API key was given: Authorization: Bearer KEY.")

@@ -1,7 +1,9 @@
 """A key has to do with its own requests, models, tenant and cache alone."""
 
+import asyncio
 import re
 
+import orjson
 import pytest
 
 from app.core.settings.router import RouterSettings
@@ -159,6 +161,63 @@ async def test_an_isolated_tenant_shares_no_cache_and_nobody_can_look_into_it(do
         assert (reply.status_code, reply.json()["error"]["field"]) == (403, "local_hashes")
     reply = await route(door, "a", cache_namespace="isolated:iso:")
     assert (reply.status_code, reply.json()["error"]["field"]) == (422, "cache_salt")
+
+
+RAW = "application/octet-stream"
+
+
+async def asked_raw(door, of, method, path, body=b"", kind="application/json"):
+    """The bytes of the whole answer, as they come from the socket."""
+    reader, writer = await asyncio.open_connection(door.base_url.host, door.base_url.port)
+    lines = (f"{method} {path} HTTP/1.1", "host: x", f"authorization: Bearer {of}")
+    lines += (f"content-type: {kind}", "connection: close", f"content-length: {len(body)}")
+    writer.write("\r\n".join((*lines, "", "")).encode() + body)
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    finally:
+        writer.close()
+
+
+SECRETS = (b"overlap", b"bound", b"trust", b'"device"', b"candidates", b"locality", b"witness-")
+
+
+async def test_overlap_figures_and_explanations_are_for_operators_alone(door, engine, redis):
+    ids = orjson.dumps({"token_ids": PROMPT})
+    hashes = orjson.dumps({"local_hashes": [1, 2], "num_tokens": 8})
+    chat = orjson.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 1})
+    stream = orjson.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 1, "stream": True})
+    asks = [("POST", "/v1/route", ids), ("POST", PATH, chat), ("POST", PATH, stream)]
+    for method, path, body in asks:
+        shown, hidden = [await asked_raw(door, of, method, path, body) for of in "oa"]
+        assert b" 200 OK" in shown
+        assert b" 200 OK" in hidden
+        assert b"overlap" in shown, "else nothing is hidden"
+        assert not [secret for secret in SECRETS if secret in hidden.lower()], hidden
+    assert b"overlap" in await asked_raw(door, "o", "POST", "/find_best_worker", hashes)
+    for of, status in (("o", b" 200 OK"), ("a", b" 403 ")):
+        raw = await asked_raw(door, of, "POST", "/v1/route?explain=true", b"\0" * 400, RAW)
+        assert status in raw, raw
+        assert any(secret in raw.lower() for secret in SECRETS) is (of == "o"), raw
+
+
+async def test_a_key_sees_workers_of_its_models_alone_and_not_who_else_is_there(door, redis):
+    async with sick_worker(redis, "other", models=("other-1",)):
+        await eventually(
+            lambda: asked_raw(door, "o", "GET", "/v1/workers"), lambda raw: b"other-1" in raw
+        )
+        for _ in range(9):
+            asked = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
+            await door.post(PATH, json=asked, headers=key("b"))
+        seen = {of: await asked_raw(door, of, "GET", "/v1/workers") for of in "abeo"}
+        assert {of: (b'["m"]' in raw, b'["other-1"]' in raw) for of, raw in seen.items()} == {
+            "a": (True, True),
+            "b": (True, False),
+            "e": (False, True),
+            "o": (True, True),
+        }
+        metrics = {of: await asked_raw(door, of, "GET", "/metrics") for of in "ais"}
+        assert b'key="bob"' in metrics["s"]
+        assert all(b" 401 " in metrics[of] and b"bob" not in metrics[of] for of in "ai")
 
 
 async def test_no_path_opens_to_a_key_that_is_forged_revoked_or_of_another_place(
