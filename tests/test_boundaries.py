@@ -37,9 +37,9 @@ NEEDS_TORCH = frozenset(
     }
 )
 
-NEEDS_GRPC = frozenset(
+NEEDS_H2 = frozenset(
     f"app.gateway.{name}"
-    for name in ("main", "processor", "gateway_request", "picker", "answer", "messages", "ext_proc")
+    for name in ("processor", "grpc_server", "gateway_request", "picker", "messages", "ext_proc")
 )
 
 # For each line `package without modules`, in turn: imports that and all modules below it except
@@ -191,8 +191,8 @@ CHAINS = [
         ),
         Boundary(
             "app",
-            TESTS | {"torch", "workers", "opentelemetry.exporter", "grpc"},
-            without=NEEDS_GRPC,
+            TESTS | {"torch", "workers", "opentelemetry.exporter", "h2"},
+            without=NEEDS_H2,
         ),
     ],
     [
@@ -219,8 +219,8 @@ CHAINS = [
 def loaded(*imported, root=ROOT):
     """Names of all modules in a fresh process that imported these in turn, after each of them."""
     missing = NEEDS_TORCH if importlib.util.find_spec("torch") is None else frozenset()
-    if importlib.util.find_spec("grpc") is None:
-        missing |= NEEDS_GRPC
+    if importlib.util.find_spec("h2") is None:
+        missing |= NEEDS_H2
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL],
         input="\n".join(" ".join((one.package, *one.without, *missing)) for one in imported),

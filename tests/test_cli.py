@@ -477,14 +477,14 @@ def runs(pid):
 
 @pytest.mark.parametrize("flag", ["--migrate", "--planner", "--haproxy", "--kv-lease-s=9"])
 def test_what_a_gateway_does_or_cannot_know_is_refused_beside_one(flag):
-    pytest.importorskip("grpc")
+    pytest.importorskip("h2")
     result = CliRunner().invoke(main, ["up", "--gateway=envoy", flag])
     assert result.exit_code == 1
     assert f"{flag.partition('=')[0]}: not together with --gateway envoy" in result.output
 
 
 def test_a_gateway_that_is_not_installed_is_named(monkeypatch):
-    pytest.importorskip("grpc")
+    pytest.importorskip("h2")
     monkeypatch.setenv("PATH", "/nowhere")
     result = CliRunner().invoke(main, ["up", "--gateway=envoy"])
     assert (result.exit_code, "envoy is not installed" in result.output) == (1, True)

@@ -169,7 +169,7 @@ async def test_an_image_starts_with_its_extras_alone_and_its_check_finds_it_well
             await eventually(is_well)
     if image == "router":  # A picker, with traces, too.
         installed.said("picker", "--help")
-        installed.said("-c", "import grpc, opentelemetry.sdk", program="python")
+        installed.said("-c", "import h2, opentelemetry.sdk", program="python")
 
 
 def test_a_check_wants_a_port_that_answers():

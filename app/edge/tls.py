@@ -16,9 +16,10 @@ class Certificate:
     context: of connections. Those that are open keep the certificate that they began with.
     """
 
-    def __init__(self, cert: str, key: str) -> None:
-        """Raises ConfigError."""
+    def __init__(self, cert: str, key: str, protocol: str) -> None:
+        """protocol: spoken over TLS, as ALPN names it. Raises ConfigError."""
         self.files = (cert, key)
+        self._protocol = protocol
         self.context = self._loaded()
 
     def reload(self) -> None:
@@ -30,7 +31,7 @@ class Certificate:
 
     def _loaded(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([self._protocol])
         self._load_into(context)
         return context
 
@@ -47,11 +48,11 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted")
 
 
-def certificate_of(cert: str, key: str) -> Certificate | None:
+def certificate_of(cert: str, key: str, protocol: str = "http/1.1") -> Certificate | None:
     """Returns the certificate; None if neither file is named. Raises ConfigError."""
     if not cert and not key:
         return None
     if not cert or not key:
         missing, given = ("tls_key", "tls_cert") if cert else ("tls_cert", "tls_key")
         raise ConfigError(f"{given} is set, and {missing} is not")
-    return Certificate(cert, key)
+    return Certificate(cert, key, protocol)

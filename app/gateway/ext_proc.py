@@ -1,5 +1,5 @@
 """Messages of Envoy's ext_proc, from envoy/service/ext_proc/v3/external_processor.proto, with the
-fields that are used here. All others are ignored when they come.
+fields that are used here, and of gRPC's health. All others are ignored when they come.
 
 They come from no package: xds-protos puts files of its own in the place of OpenTelemetry's.
 """
@@ -72,6 +72,8 @@ MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "immediate_response": (7, "ImmediateResponse"),
         "dynamic_metadata": (8, "Struct"),
     },
+    "HealthCheckRequest": {"service": (1, "string")},
+    "HealthCheckResponse": {"status": (1, "enum")},
 }
 """Message -> field -> number and type. `[T]`: several; `{T}`: by name."""
 OVERWRITE_IF_EXISTS_OR_ADD = 2
@@ -121,6 +123,8 @@ HeaderMutation = _CLASSES["HeaderMutation"]
 HeaderValue = _CLASSES["HeaderValue"]
 HeaderValueOption = _CLASSES["HeaderValueOption"]
 HeadersResponse = _CLASSES["HeadersResponse"]
+HealthCheckRequest = _CLASSES["HealthCheckRequest"]
+HealthCheckResponse = _CLASSES["HealthCheckResponse"]
 ImmediateResponse = _CLASSES["ImmediateResponse"]
 ProcessingRequest = _CLASSES["ProcessingRequest"]
 ProcessingResponse = _CLASSES["ProcessingResponse"]

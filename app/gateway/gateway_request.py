@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote
 
-from grpc.aio import EOF
 from starlette.types import Message, Scope
 
 from app.door import blame
@@ -29,9 +28,9 @@ _VIA_UPSTREAM = "via_upstream"
 
 
 class GatewayCall(Protocol):
-    async def read(self) -> Any: ...
+    async def read(self) -> bytes | None: ...
 
-    async def write(self, message: Response) -> None: ...
+    async def write(self, message: bytes) -> None: ...
 
 
 class GatewayRequest:
@@ -97,7 +96,7 @@ class GatewayRequest:
 
     async def _read(self) -> Request | None:
         said = await self._call.read()
-        return said if said is not EOF else None
+        return messages.parsed(said) if said is not None else None
 
     def _watch(self, on_gone: Callable[[], None] | None) -> None:
         """Have `on_gone` called once the gateway has hung up."""
@@ -133,14 +132,14 @@ class GatewayRequest:
         self._is_handed_on = True
         self.held.clear()
         for one in said:
-            await self._call.write(one)
+            await self.say(one)
 
     def answers_itself(self) -> None:
         """Let the application's answer take the place of a worker's that has begun."""
         self._has_answer = False
 
     async def say(self, said: Response) -> None:
-        await self._call.write(said)
+        await self._call.write(said.SerializeToString())
 
     async def send(self, message: Message) -> None:
         if self._has_answer:

@@ -34,8 +34,6 @@ NONE, STREAMED, FULL_DUPLEX_STREAMED = map(
     ext_proc.BODY_MODES.index, ("NONE", "STREAMED", "FULL_DUPLEX_STREAMED")
 )
 """Ways in which bodies pass a picker."""
-MAX_BYTES = 4 * 1024 * 1024
-"""Size of a message. Gateways pass bodies in far smaller pieces."""
 MAX_HEAD_BYTES = 128 * 1024
 """Size of a message without a body: its headers, metadata and attributes are looked at one by
 one."""

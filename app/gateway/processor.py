@@ -7,11 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from starlette.exceptions import HTTPException
 
 from app.core.errors import ConfigError
@@ -19,14 +15,17 @@ from app.core.settings.router import PickerSettings
 from app.door.answer_request import is_of_door
 from app.edge.app import Application, serve_router
 from app.edge.errors import answer_to
+from app.edge.reload import WatchedFiles
 from app.edge.tls import certificate_of
 from app.gateway import ext_proc, messages
 from app.gateway.endpoints import Endpoints
 from app.gateway.gateway_request import GatewayRequest
+from app.gateway.grpc_server import Call, CallEndedError, GrpcServer, Status
 from app.gateway.picker import GatewayCarriage
 from app.http.client import JSON
 from app.http.held import HeldBodies
-from app.http.protocol import HEAD_TIMEOUT_S, max_connections
+from app.http.protocol import HEAD_TIMEOUT_S
+from app.http.server import listen
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +34,10 @@ LIVENESS, READINESS = "liveness", "readiness"
 HEALTH = "/health"
 """Path that clients such as GuideLLM ask an engine first."""
 LOOK_EVERY_S = 1.0
-_OPTIONS = (
-    # Else two processes may have the same port, and share what comes.
-    ("grpc.so_reuseport", 0),
-    # A gateway whose machine is gone does not hang up.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_receive_message_length", messages.MAX_BYTES),
-)
 MAX_SILENT = 1024
 """Calls that have not said what they want; one more ends the one that waits for longest."""
-_Health = health_pb2.HealthCheckResponse
+SERVING, NOT_SERVING = 1, 2
+"""States of a service, as gRPC's health has them."""
 
 
 class Processor:
@@ -59,53 +49,49 @@ class Processor:
         self._settings = settings
         self._held = HeldBodies(settings.max_held_bytes)
         self._endpoints = Endpoints()
-        self._health = health.aio.HealthServicer()
+        self._health = dict.fromkeys(("", LIVENESS, SERVICE), SERVING) | {READINESS: NOT_SERVING}
         self._silent: dict[asyncio.Timeout, None] = {}
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=max_connections())
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        process = grpc.stream_stream_rpc_method_handler(
-            self._process,
-            request_deserializer=messages.parsed,
-            response_serializer=ext_proc.ProcessingResponse.SerializeToString,
-        )
-        handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
-        self._server.add_generic_rpc_handlers((handler,))
-        self.port = self._listen()
-
-    def _listen(self) -> int:
-        settings = self._settings
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        where = f"{host}:{settings.grpc_port}"
-        certificate = certificate_of(settings.tls_cert, settings.tls_key)
+        self._certificate = certificate_of(settings.tls_cert, settings.tls_key, "h2")
+        if (certificate := self._certificate) is not None:
+            files = WatchedFiles(
+                "gRPC's certificates", lambda: certificate.files, certificate.reload
+            )
+            app.replica.watched.append(files)
         try:
-            if certificate is None:
-                return int(self._server.add_insecure_port(where))
-            return int(self._server.add_secure_port(where, _credentials(*certificate.files)))
-        except RuntimeError:
-            raise ConfigError(f"cannot listen on {where}: grpc_port is taken") from None
+            listening = listen(settings.host, settings.grpc_port)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: grpc_port") from None
+        self.port: int = listening.getsockname()[1]
+        process, check = f"/{SERVICE}/Process", "/grpc.health.v1.Health/Check"
+        methods = {process.encode(): self._process, check.encode(): self._check}
+        self._server = GrpcServer(listening, methods)
 
     async def run(self) -> None:
         """Serve until cancelled; what goes on then is cut."""
-        for name in ("", LIVENESS, SERVICE):
-            await self._health.set(name, _Health.SERVING)
-        await self._health.set(READINESS, _Health.NOT_SERVING)
-        await self._server.start()
-        log.info("picker listening on port %d", self.port)
+        tls = self._certificate.context if self._certificate else None
         try:
+            await self._server.start(tls)
+            log.info("picker listening on port %d", self.port)
             while True:
                 is_ready, _ = await self._app.replica.readiness.now()
-                state = _Health.SERVING if is_ready else _Health.NOT_SERVING
-                await self._health.set(READINESS, state)
+                self._health[READINESS] = SERVING if is_ready else NOT_SERVING
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            await self._server.stop(None)
+            await self._server.stop(0)
 
     async def stop(self) -> None:
         """Take no more requests, and wait until those under way have ended, or for `drain_s`."""
-        await self._health.enter_graceful_shutdown()
+        self._health = dict.fromkeys(self._health, NOT_SERVING)
         await self._server.stop(self._settings.drain_s)
 
-    async def _first(self, call: grpc.aio.ServicerContext) -> Any:
+    async def _check(self, call: Call) -> None:
+        service = ext_proc.HealthCheckRequest.FromString(await call.read() or b"").service
+        if service not in self._health:
+            raise CallEndedError(Status.NOT_FOUND, f"no service {service}")
+        state = ext_proc.HealthCheckResponse(status=self._health[service])
+        await call.write(state.SerializeToString())
+
+    async def _first(self, call: Call) -> bytes | None:
         """Returns what a call says first. One that says nothing is ended."""
         if len(self._silent) >= MAX_SILENT:
             longest = next(iter(self._silent))
@@ -117,16 +103,18 @@ class Processor:
             async with wait:
                 return await call.read()
         except TimeoutError:
-            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no request_headers have come")
+            words = "no request_headers have come"
+            raise CallEndedError(Status.DEADLINE_EXCEEDED, words) from None
         finally:
             self._silent.pop(wait, None)
 
-    async def _process(self, _: object, call: grpc.aio.ServicerContext) -> None:
-        first = await self._first(call)
-        if first is grpc.aio.EOF:
+    async def _process(self, call: Call) -> None:
+        said = await self._first(call)
+        if said is None:
             return
+        first = messages.parsed(said)
         if problem := messages.problem_of(first):
-            await call.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+            raise CallEndedError(Status.INVALID_ARGUMENT, problem)
         gateway = GatewayRequest(call, first, self._held)
         settings = self._settings
         carrier = partial(
@@ -145,16 +133,6 @@ class Processor:
                 await gateway.say(messages.at_once(status, [JSON, *headers], body))
         finally:
             gateway.close()
-
-
-def _credentials(cert: str, key: str) -> grpc.ServerCredentials:
-    """Returns credentials whose files are read again for each connection."""
-
-    def read() -> grpc.ServerCertificateConfiguration:
-        pair = Path(key).read_bytes(), Path(cert).read_bytes()
-        return grpc.ssl_server_certificate_configuration([pair])
-
-    return grpc.dynamic_ssl_server_credentials(read(), read)
 
 
 async def serve(

@@ -175,7 +175,7 @@ async def check_balancer(redis, folder):
 
 
 async def check_picker(redis, folder):
-    pytest.importorskip("grpc")
+    pytest.importorskip("h2")
     port = free_port()
     arguments = ("picker", "--port=0", f"--grpc-port={port}", f"--redis-url={redis.url}")
     with running(*arguments) as picker:

@@ -34,6 +34,10 @@ class Authority:
         paths[1].write_bytes(issued.private_key_pem.bytes())
         return str(paths[0]), str(paths[1])
 
+    @property
+    def certificate(self):
+        return self._ca.cert_pem.bytes()
+
     def client(self, url):
         context = ssl.create_default_context()
         self._ca.configure_trust(context)
