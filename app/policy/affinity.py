@@ -13,7 +13,15 @@ from dataclasses import replace
 import numpy as np
 from msgspec import Struct
 
-from app.policy.cost import Candidates, CostFunction, Costs, RequestSize, predicted_prefill_s
+from app.policy.cost import (
+    Candidates,
+    CostFunction,
+    Costs,
+    Floats,
+    RequestSize,
+    predicted_prefill_s,
+    with_term,
+)
 
 
 class Affinity(Struct, frozen=True, omit_defaults=True):
@@ -38,16 +46,15 @@ def discounted(cost: CostFunction, affinity: Affinity) -> CostFunction:
     would save.
     """
 
-    def discounted_cost(candidates: Candidates, size: RequestSize) -> Costs:
-        plain = cost(candidates, size)
+    def discount_of(candidates: Candidates, size: RequestSize, plain: Costs) -> Floats:
         discount = np.zeros_like(plain.cost)
         at = affinity.position
         if not _is_overloaded(candidates, size, affinity) and math.isfinite(plain.cost[at]):
             credited = cost(_credited(candidates, size, affinity), size)
             discount[at] = min(credited.cost[at] - plain.cost[at], 0.0)
-        return Costs(plain.cost + discount, plain.terms | {"affinity": discount})
+        return discount
 
-    return discounted_cost
+    return with_term(cost, "affinity", discount_of)
 
 
 def _credited(candidates: Candidates, size: RequestSize, affinity: Affinity) -> Candidates:

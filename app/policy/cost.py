@@ -224,6 +224,19 @@ def sharing(candidates: Candidates, size: RequestSize) -> Costs:
     return Costs(costs.cost + saved, terms | {SHARED_TERM: saved})
 
 
+def with_term(
+    cost: CostFunction, name: str, term: Callable[[Candidates, RequestSize, Costs], Floats]
+) -> CostFunction:
+    """Returns `cost` with one more term, which `term` gives from what the others come to."""
+
+    def priced(candidates: Candidates, size: RequestSize) -> Costs:
+        plain = cost(candidates, size)
+        more = term(candidates, size, plain)
+        return Costs(plain.cost + more, plain.terms | {name: more})
+
+    return priced
+
+
 def awaiting(cost: CostFunction, places: Sequence[int], published: Floats) -> CostFunction:
     """Returns `cost`, in seconds, with a term `computing_s` for the workers at `places`, which have
     to compute a part of the prompt first that counts as held. At most what waiting saves.
@@ -232,17 +245,16 @@ def awaiting(cost: CostFunction, places: Sequence[int], published: Floats) -> Co
     that each worker has on its device by now, (workers,).
     """
 
-    def priced(candidates: Candidates, size: RequestSize) -> Costs:
-        costs = cost(candidates, size)
+    def wait_s(candidates: Candidates, size: RequestSize, plain: Costs) -> Floats:
         alone = replace(candidates, overlap_device=published)
-        saved = COMPUTING_WEIGHT * (predicted_prefill_s(alone, size) - costs.terms["prefill_s"])
+        saved = COMPUTING_WEIGHT * (predicted_prefill_s(alone, size) - plain.terms["prefill_s"])
         wait = np.zeros_like(saved)
         for place in places:
             if not candidates.receiving_s[place]:
                 wait[place] = min(COMPUTED_WAIT * candidates.prefill_s[place], saved[place])
-        return Costs(costs.cost + wait, costs.terms | {COMPUTING: wait})
+        return wait
 
-    return priced
+    return with_term(cost, COMPUTING, wait_s)
 
 
 def weighed(

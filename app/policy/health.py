@@ -6,22 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from app.core.failures import Counts, Failure
 from app.policy.cost import (
     AWAY_TERM,
     FAILED_TERM,
     LATE_TERM,
-    Candidates,
     CostFunction,
     Costs,
     Floats,
-    RequestSize,
+    with_term,
 )
+from app.policy.pairing import Mask
 from app.policy.view import View
-
-Mask = NDArray[np.bool_]
 
 AVOIDED = 0.5
 """A worker that failed this share of its tries lately is compared only where no other has room."""
@@ -51,12 +48,7 @@ def avoiding(cost: CostFunction, failed_shares: Floats) -> CostFunction:
     others cost the same, one that failed any is not taken.
     """
 
-    def priced(candidates: Candidates, size: RequestSize) -> Costs:
-        plain = cost(candidates, size)
-        term: Floats = failed_shares * _twice_the_spread(plain)
-        return Costs(plain.cost + term, plain.terms | {FAILED_TERM: term})
-
-    return priced
+    return with_term(cost, FAILED_TERM, lambda *of: failed_shares * _twice_the_spread(of[-1]))
 
 
 def late(cost: CostFunction, late_s: Floats, *, in_seconds: bool) -> CostFunction:
@@ -66,24 +58,19 @@ def late(cost: CostFunction, late_s: Floats, *, in_seconds: bool) -> CostFunctio
     as much more as lies between the cheapest and the dearest, and at most twice that.
     """
 
-    def priced(candidates: Candidates, size: RequestSize) -> Costs:
-        plain = cost(candidates, size)
-        term = late_s if in_seconds else late_s / (late_s + 1.0) * _twice_the_spread(plain)
-        return Costs(plain.cost + term, plain.terms | {LATE_TERM: term})
-
-    return priced
+    if in_seconds:
+        return with_term(cost, LATE_TERM, lambda *_: late_s)
+    share = late_s / (late_s + 1.0)
+    return with_term(cost, LATE_TERM, lambda *of: share * _twice_the_spread(of[-1]))
 
 
 def unheard(cost: CostFunction, away: Mask) -> CostFunction:
     """Returns `cost` with a term for workers whose agents are away, (workers,): half of what lies
     between the cheapest and the dearest, as their load and blocks are guessed at."""
 
-    def priced(candidates: Candidates, size: RequestSize) -> Costs:
-        plain = cost(candidates, size)
-        term = np.where(away, _twice_the_spread(plain) / 4.0, 0.0)
-        return Costs(plain.cost + term, plain.terms | {AWAY_TERM: term})
-
-    return priced
+    return with_term(
+        cost, AWAY_TERM, lambda *of: np.where(away, _twice_the_spread(of[-1]) / 4, 0.0)
+    )
 
 
 def _twice_the_spread(costs: Costs) -> float:

@@ -43,9 +43,6 @@ from app.policy.transfer import (
 )
 from app.policy.view import View
 
-MAX_PREFILL_S = 86_400.0
-"""Longer prefills are no measurement, and a sum of many would not fit into Redis's integers."""
-
 
 @dataclass(slots=True, eq=False)
 class Plan:
@@ -310,13 +307,8 @@ def _reservation(plan: Plan) -> Reservation:
 
 
 def _promise(query: Query, view: View, at: int, what: Demand) -> Reservation:
-    return Reservation(
+    return what.reservation(
         query.request.request_id,
-        prefill_tokens=what.prefill_tokens,
-        prefill_us=round(1e6 * min(what.prefill_s, MAX_PREFILL_S)),
-        blocks=what.blocks,
-        sending_ms=round(1e3 * min(what.sending_s, MAX_PREFILL_S)),
-        receiving_ms=round(1e3 * min(what.receiving_s, MAX_PREFILL_S)),
         attempt=query.attempt,
         retry=query.request.retry,
         carried=query.request.carried,

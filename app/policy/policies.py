@@ -91,11 +91,6 @@ def least_loaded(candidates: Candidates, _: RequestSize) -> Costs:
     )
 
 
-def fewest_requests(candidates: Candidates, _: RequestSize) -> Costs:
-    """Requests in flight."""
-    return Costs(candidates.active_requests, {"active_requests": candidates.active_requests})
-
-
 def no_preference(candidates: Candidates, _: RequestSize) -> Costs:
     """Zero for every worker."""
     return Costs(np.zeros_like(candidates.active_requests), {})
@@ -134,7 +129,7 @@ POLICIES: Mapping[str, Policy] = {
     "balance": Policy(balance, reads_reports=True),
     "logit": Policy(logit, reads_reports=True),
     "least_loaded": Policy(least_loaded),
-    "power_of_two": Policy(fewest_requests, two_at_random),
+    "power_of_two": Policy(least_loaded, two_at_random),
     "round_robin": Policy(no_preference, one_after_another),
     "random": Policy(no_preference),
 }

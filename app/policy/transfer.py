@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
+from app.core.loads import Reservation
 from app.policy.cost import (
     AWAY_TERM,
     FAILED_TERM,
@@ -30,6 +31,8 @@ from app.policy.cost import (
 )
 from app.policy.pairing import Mask, Roles
 
+MAX_PREFILL_S = 86_400.0
+"""Longer prefills are no measurement, and a sum of many would not fit into Redis's integers."""
 DECODING_TERMS = ("queue_s", "memory_wait_s", "eviction_s", "decode_s")
 """Terms of what a worker that decodes costs, besides the transfer."""
 
@@ -57,6 +60,18 @@ class Demand(NamedTuple):
     blocks: int
     sending_s: float = 0.0
     receiving_s: float = 0.0
+
+    def reservation(self, request_id: str, **more: Any) -> Reservation:
+        """Returns the reservation of it. more: fields of Reservation."""
+        return Reservation(
+            request_id,
+            prefill_tokens=self.prefill_tokens,
+            prefill_us=round(1e6 * min(self.prefill_s, MAX_PREFILL_S)),
+            blocks=self.blocks,
+            sending_ms=round(1e3 * min(self.sending_s, MAX_PREFILL_S)),
+            receiving_ms=round(1e3 * min(self.receiving_s, MAX_PREFILL_S)),
+            **more,
+        )
 
 
 class TransferRoute(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from app.core.errors import NoWorkers
-from app.core.loads import Load, Reservation
+from app.core.loads import Load
 from app.core.roles import Role
 from app.policy.choose import Choice, choose
 from app.policy.cost import (
@@ -209,13 +209,6 @@ class SimDecider:
         self, at: int, request: SimRequest, what: Demand, loads: list[Load], *, counts_blocks: bool
     ) -> Share:
         place = self._live[at]
-        reservation = Reservation(
-            request.request_id,
-            prefill_tokens=what.prefill_tokens,
-            prefill_us=round(1e6 * what.prefill_s),
-            blocks=what.blocks,
-            sending_ms=round(1e3 * what.sending_s),
-            receiving_ms=round(1e3 * what.receiving_s),
-        )
+        reservation = what.reservation(request.request_id)
         booking = Booking(reservation, request, counts_blocks or self.counts_once)
         return Share(place, loads[place].total, booking)

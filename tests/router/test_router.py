@@ -29,8 +29,8 @@ from app.local.redis_server import free_port
 from app.policy.answers import Answer
 from app.policy.cost import COMPUTING, IN_FLIGHT_TOKENS
 from app.policy.decision import Decision, RouteRequest
-from app.policy.plan import MAX_PREFILL_S
 from app.policy.policies import POLICIES
+from app.policy.transfer import MAX_PREFILL_S
 from app.router.decider import MAX_BATCH, MAX_QUEUED, MAX_TRIES
 from app.router.fleet import Fleet
 from app.router.metrics import Telemetry
