@@ -1,6 +1,7 @@
 """What is slow or wrong without failing is named within WITHIN_S, and only then."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -83,3 +84,44 @@ async def test_a_worker_that_comes_and_goes_is_named(one_redis_server, redis):
             lambda found: "KvrouteWorkersRestart" in found,
             within_s=WITHIN_S,
         )
+
+
+async def test_a_fleet_that_is_too_small_is_named_until_it_has_less_to_do(one_redis_server, redis):
+    async with sick_fleet(redis, one_redis_server.url, engines=2) as fleet:
+        [door] = fleet.doors
+
+        async def routed(number):
+            body = {"token_ids": [number] * 60_000, "request_id": f"r{number}"}
+            answer = await door.post("/v1/route", json=body)
+            assert answer.status_code == 200, answer.text
+            return set(await findings(door))
+
+        # While one of two has nothing to do, there is no queue.
+        assert "KvrouteQueuesLong" not in await routed(1)
+        numbers = iter(range(2, 100))
+        await eventually(lambda: routed(next(numbers)), lambda seen: "KvrouteQueuesLong" in seen)
+        for number in range(1, next(numbers)):
+            await door.delete(f"/v1/requests/r{number}")
+        await eventually(
+            lambda: findings(door), lambda seen: "KvrouteQueuesLong" not in seen, within_s=WITHIN_S
+        )
+
+
+async def test_a_router_that_is_short_of_cpu_is_named(one_redis_server, redis):
+    async with sick_fleet(redis, one_redis_server.url, engines=1) as fleet:
+
+        async def held():
+            while True:
+                time.sleep(0.1)  # noqa: ASYNC251 - as a process does that gets no CPU
+                await asyncio.sleep(0)
+
+        async def named():
+            holding = asyncio.create_task(held())
+            await asyncio.sleep(1.0)
+            holding.cancel()
+            return await findings(fleet.doors[0])
+
+        found = await eventually(
+            named, lambda seen: "KvrouteLoopLate" in seen, within_s=2 * WITHIN_S
+        )
+        assert "core" in found["KvrouteLoopLate"]
