@@ -188,6 +188,44 @@ async def test_each_choice_has_its_own_end(rest, outcome, redis, one_redis_serve
         assert await outcomes(door, outcome) == 1
 
 
+def call(index, text):
+    tool = {"index": 0, "id": "c", "function": {"name": "f", "arguments": text}}
+    return data(choices=[{"index": index, "delta": {"tool_calls": [tool]}, "finish_reason": None}])
+
+
+def incomplete(reason):
+    said = {"object": "response", "status": "incomplete", "incomplete_details": {"reason": reason}}
+    return data("response.incomplete", response=said)
+
+
+CALLS = (call(0, "{"), call(1, '{"finish_reason":"stop"'), last(CHAT, "tool_calls", 1))
+ARGUMENTS = data("response.function_call_arguments.delta", delta='{"status":"failed"')
+OTHERS = {
+    "two calls": (CHAT, (*CALLS, call(0, "}"), last(CHAT, "tool_calls"), DONE), "ok"),
+    "two calls, one cut": (CHAT, (*CALLS, call(0, '"finish_reason":"stop"'), DONE), "cut"),
+    "two calls, one aborted": (CHAT, (*CALLS, last(CHAT, "abort"), DONE), "cut"),
+    "call cut": (RESPONSES, (ARGUMENTS, data("response.output_text.done", text="x")), "cut"),
+    "call": (RESPONSES, (ARGUMENTS, last(RESPONSES, "completed")), "ok"),
+    "filtered": (RESPONSES, (ARGUMENTS, incomplete("content_filter")), "ok"),
+    "aborted": (RESPONSES, (ARGUMENTS, incomplete("abort")), "cut"),
+    "stop without a reason": (MESSAGES, (token(MESSAGES, "a"), data("message_stop")), "cut"),
+    "refusal": (MESSAGES, (token(MESSAGES, "a"), last(MESSAGES, "refusal")), "ok"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_calls_and_odd_reasons_have_ends_too(name, redis, one_redis_server):
+    path, said, outcome = OTHERS[name]
+    async with (
+        completing(redis, "a", speaking(*said), path=path),
+        replica(one_redis_server.url) as door,
+    ):
+        await until_serving(door, 1)
+        text = (await ask(door, path, **({"n": 2} if path == CHAT else {}))).text
+        assert ('"error"' in text) == (outcome == "cut")
+        assert await outcomes(door, outcome) == 1
+
+
 async def test_a_whole_answer_that_was_aborted_is_another_workers(redis, one_redis_server):
     async def complete(request):
         reason = "abort" if request.url.port == bad_port else "stop"
