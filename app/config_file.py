@@ -113,7 +113,7 @@ def _table(path: str) -> dict[str, Any]:
             raise click.UsageError(f"{path}: over {MAX_BYTES} bytes")
         return tomllib.loads(content.decode())
     except OSError as error:
-        raise click.UsageError(f"{path}: {error.strerror or error}") from None
+        raise click.UsageError(f"--config {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise click.UsageError(f"{path}: {error}") from None
     except RecursionError:

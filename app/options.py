@@ -45,7 +45,7 @@ ALL_SHOWN = "kvroute.all_shown"
 """Name in a context's `meta` of whether the help lists all options, with variables and ranges."""
 CLUSTER = "Cluster"
 """Heading of the options of a cluster on this machine."""
-_SETTING = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
+_SETTING = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])|^[a-z]+(?=: )")
 
 
 class Number(click.FloatRange):

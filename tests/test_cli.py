@@ -175,11 +175,11 @@ def test_a_port_in_use_is_reported_in_one_line(command):
     [
         (
             ["worker", "--port=0", "--profile=abacus"],
-            "Error: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
+            "Error: --profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
         ),
         (
             ["worker", "--port=0", "--worker-id=a/b"],
-            "Error: worker id 'a/b': 1-253 letters, digits and . _ - are allowed",
+            "Error: --worker-id 'a/b': 1-253 letters, digits and . _ - are allowed",
         ),
         (
             ["worker", "--port=0", "--redis-url=nonsense"],
@@ -625,7 +625,7 @@ def test_a_cluster_that_cannot_start_says_why_and_what_variables_are_no_settings
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     assert [line for line in lines if "WARNING" not in line] == [
-        "Error: profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
+        "Error: --profile: needs one of 70b-4xh100, 70b-4xh200, 8b-1xh100, got 'abacus'",
         "Error: worker w0 exited with status 1",
     ]
     assert [line.partition("kvroute: ")[2] for line in lines if "WARNING" in line] == [

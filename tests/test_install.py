@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,6 +80,38 @@ def test_a_page_that_a_message_names_is_installed_with_the_wheel(wheel, tmp_path
     ).stdout
     assert Path(path).is_relative_to(tmp_path)
     assert Path(path).read_text() == Path(page("operating.md")).read_text()
+
+
+@pytest.mark.slow
+async def test_the_sdist_makes_the_same_wheel_elsewhere_and_that_runs(
+    wheel, tmp_path, own_redis_server
+):
+    build = [sys.executable, "-m", "hatchling", "build", "-t"]
+    run = partial(subprocess.run, check=True, capture_output=True)
+    run([*build, "sdist", "-d", str(tmp_path)], cwd=ROOT)
+    [sdist] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "sources", filter="data")
+    [sources] = (tmp_path / "sources").iterdir()
+    run([*build, "wheel", "-d", str(tmp_path)], cwd=sources)
+    [made] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as elsewhere, zipfile.ZipFile(wheel) as here:
+        assert {one.filename: one.CRC for one in elsewhere.infolist()} == {
+            one.filename: one.CRC for one in here.infolist()
+        }
+        elsewhere.extractall(tmp_path / "installed")
+    shutil.rmtree(sources)
+    path = {"PYTHONPATH": str(tmp_path / "installed")}
+    command = ["env", *(f"{n}={v}" for n, v in path.items()), sys.executable, "-P", "-m", "app"]
+    redis = f"--redis-url={own_redis_server.url}"
+    asked = [sys.executable, "-P", "-c", "import app; print(app.__file__)"]
+    file = run(asked, env=os.environ | path, cwd=tmp_path, text=True).stdout
+    assert Path(file).is_relative_to(tmp_path)
+    with ExitStack() as started:
+        for part in (("worker", "--speedup=100"), ("router",)):
+            process = Process(*part, redis, "--port=0", command=command, cwd=tmp_path)
+            started.callback(process.end)
+        await chat(process.url)
 
 
 def test_the_wheel_has_the_load_tests_without_their_data(wheel):

@@ -67,7 +67,7 @@ class MemberSettings(CommonSettings):
         """Raises ConfigError for a bad name, or if the role needs KV to travel and none can."""
         if not WORKER_ID.fullmatch(self.resolved_id()):
             raise ConfigError(
-                f"worker id {self.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
+                f"worker_id {self.resolved_id()!r}: 1-253 letters, digits and . _ - are allowed"
             )
         if self.role != "both" and not kv_transfer:
             raise ConfigError(

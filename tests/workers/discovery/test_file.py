@@ -127,7 +127,7 @@ URL = 'engine-url = "http://a:1"\n'
         ("[a]\nengine-url = 'x'", "a: --engine-url: 'x' is not the http:// or https:// base URL"),
         ("[a]\nengine-url = 'http://a:0'", "a: --engine-url: 'http://a:0' is not the http://"),
         ("[a]\nengine-url = 1", "a: engine-url: where does the engine listen?"),
-        (f"['a b']\n{URL}", "worker id 'a b': 1-253 letters"),
+        (f"['a b']\n{URL}", "worker_id 'a b': 1-253 letters"),
         (f"[a]\n{URL}role = 'x'", "a: role: needs one of both, prefill, decode, got 'x'"),
         (f"[a]\n{URL}role = 'decode'", "a: --role decode: needs --kv-transfer"),
         (f"[a]\n{URL}max-requests = 0", "a: max-requests: needs a number from 1 to 1000000, got 0"),
