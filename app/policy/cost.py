@@ -18,8 +18,8 @@ QUEUE_WHOLE_S = 2.0
 BLOCKING_PER_WAITING = 0.3
 DECODE_WEIGHT = 0.7
 INTERFERENCE_PER_REQUEST = 0.05
-TRANSFER_WEIGHT = 2.0
-"""A wait for a link counts for the request and for those behind it: where some wait, more come."""
+BEHIND_WEIGHT = 2.0
+"""A wait or a prefill counts for the request and those behind it: where some wait, more come."""
 FAILED_TERM = "failed"
 AWAY_TERM = "agent_away"
 SHARED_TERM = "shared_s"
@@ -33,16 +33,9 @@ SLOWER = 4.0
 """The addition is at most this many prefills, times how much slower the other worker is."""
 WAIT_WEIGHTS = {"high": 2.0, "normal": 1.0, "low": 0.25}
 BLOCKING_OF_LOW = 4.0
-CROWDED_S = 2.0
-"""A queue of so many seconds keeps others away by a factor of e."""
 IN_FLIGHT_TOKENS = 4096
 """A prompt counts as computed on a worker that lacked this many of its tokens: fewer are computed
 before others have heard of them."""
-COMPUTED_WAIT = 1.5
-"""Weight of the queue before a prefix that is computed, beside queue_s. With 1, crowds wait where
-they could compute; with 2, prompts that begin alike are computed everywhere (experiments.md)."""
-COMPUTING_WEIGHT = 2.0
-"""A prefill counts for the request and for those behind it."""
 COMPUTING = "computing_s"
 
 
@@ -167,7 +160,7 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
     blocking_s, interference_s and eviction_s, as they have a reason each. The others are queue_s,
     memory_wait_s, decode_s, arrival_s (left out if nothing is on its way) and spread_s (left out
     if no worker is idle). docs/design/costs.md explains symbols and terms. A request of high or low
-    priority weighs queue_s and blocking_s otherwise: see `weighed`.
+    priority weighs queue_s and blocking_s otherwise.
 
     These weights did best over conversation and agentic traces in simulation: docs/experiments.md.
     """
@@ -195,11 +188,12 @@ def latency(candidates: Candidates, size: RequestSize) -> Costs:
         routed = np.where(requests > 0.0, routed[routed.argmax()], routed)
         terms["spread_s"] = idle * (routed - least(routed))
     if size.priority != "normal":
-        terms["queue_s"], terms["blocking_s"] = weighed(
-            size.priority, terms["queue_s"], terms["blocking_s"], queue
-        )
+        terms["queue_s"] = WAIT_WEIGHTS[size.priority] * terms["queue_s"]
+    if size.priority == "low":
+        # Dear where others wait, but little where the queue is long: so jobs gather beside jobs.
+        terms["blocking_s"] = BLOCKING_OF_LOW * terms["blocking_s"] * np.exp(queue / -QUEUE_WHOLE_S)
     if np.count_nonzero(candidates.receiving_s):
-        terms["arrival_s"] = TRANSFER_WEIGHT * candidates.receiving_s
+        terms["arrival_s"] = BEHIND_WEIGHT * candidates.receiving_s
     return Costs(added_up(terms), terms)
 
 
@@ -247,32 +241,14 @@ def awaiting(cost: CostFunction, places: Sequence[int], published: Floats) -> Co
 
     def wait_s(candidates: Candidates, size: RequestSize, plain: Costs) -> Floats:
         alone = replace(candidates, overlap_device=published)
-        saved = COMPUTING_WEIGHT * (predicted_prefill_s(alone, size) - plain.terms["prefill_s"])
+        saved = BEHIND_WEIGHT * (predicted_prefill_s(alone, size) - plain.terms["prefill_s"])
         wait = np.zeros_like(saved)
         for place in places:
             if not candidates.receiving_s[place]:
-                wait[place] = min(COMPUTED_WAIT * candidates.prefill_s[place], saved[place])
+                wait[place] = min(candidates.prefill_s[place], saved[place])
         return wait
 
     return with_term(cost, COMPUTING, wait_s)
-
-
-def weighed(
-    priority: str,
-    felt_s: Floats,
-    blocking_s: Floats,
-    queue_s: Floats,
-) -> tuple[Floats, Floats]:
-    """Returns the price of the wait, and of keeping others waiting, (workers,) each.
-
-    felt_s, blocking_s: those of a request of normal priority. A request of low priority pays
-    several times for keeping others waiting, but little where the queue is long: so jobs gather on
-    workers that are busy with jobs.
-    """
-    felt_s = WAIT_WEIGHTS[priority] * felt_s
-    if priority == "low":
-        blocking_s = BLOCKING_OF_LOW * blocking_s * np.exp(queue_s / -CROWDED_S)
-    return felt_s, blocking_s
 
 
 def added_up(terms: Mapping[str, Floats]) -> Floats:

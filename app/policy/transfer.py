@@ -18,9 +18,9 @@ from numpy.random import Generator
 from app.core.loads import Reservation
 from app.policy.cost import (
     AWAY_TERM,
+    BEHIND_WEIGHT,
     FAILED_TERM,
     LATE_TERM,
-    TRANSFER_WEIGHT,
     Candidates,
     Costs,
     Floats,
@@ -183,7 +183,7 @@ def _split(given: TransferInputs, sources: Mask, targets: Mask) -> TransferRoute
     computing = costs.cost - terms["decode_s"]
     if np.count_nonzero(candidates.sending_s):
         computed_s = candidates.prefill_s + terms["prefill_s"]
-        computing += TRANSFER_WEIGHT * np.maximum(candidates.sending_s - computed_s, 0.0)
+        computing += BEHIND_WEIGHT * np.maximum(candidates.sending_s - computed_s, 0.0)
     lacking = size.isl_tokens - candidates.overlap * size.block_size
     decoding = transfer_s(candidates, lacking)
     decoding += candidates.prefill_s_per_token + candidates.prefill_s_per_token2 * size.isl_tokens
@@ -243,7 +243,7 @@ def _fetch(
     rest_s = predicted_prefill_s(candidates, size, longest)
     left = rest_s / np.maximum(terms["prefill_s"], 1e-12)
     total = costs.cost - (1.0 - left) * growing
-    total += TRANSFER_WEIGHT * candidates.sending_s[source]
+    total += BEHIND_WEIGHT * candidates.sending_s[source]
     gained = (longest - overlap) * size.block_size
     total += candidates.transfer_s + candidates.transfer_s_per_token * gained
     target = given.cheapest(total, gaining)
