@@ -25,6 +25,7 @@ from app.simulation.books import Books, rounds_of
 from app.simulation.decide import SimDecider, SimPlan
 from app.simulation.flights import (
     POLL_S,
+    Act,
     Agenda,
     Decided,
     Flight,
@@ -149,7 +150,7 @@ class SimFleet:
         if not line.is_waited_in:
             if self._openings(loads, now_s):
                 return False
-            self.at(now_s + POLL_S, lambda then_s: self._take_turns(line, then_s))
+            self.at(now_s + POLL_S, partial(self._take_turns, line))
         line.add(flight)
         return True
 
@@ -158,7 +159,7 @@ class SimFleet:
         for flight in line.turns(self._openings(loads, now_s)):
             self._queue(flight)
         if line.is_waited_in:
-            self.at(now_s + POLL_S, lambda then_s: self._take_turns(line, then_s))
+            self.at(now_s + POLL_S, partial(self._take_turns, line))
 
     def _decide(self, replica: SimReplica, now_s: float) -> None:
         """Decide all waiting requests, one after another, from one lookup; reserve a trip later."""
@@ -172,11 +173,9 @@ class SimFleet:
             flight.attempts += 1
             try:
                 plan = self._decider.plan(flight, loads, rounds, now_s)
-            except NoWorkers as error:
-                flight.then(flight.lost(SimLoss.NO_WORKERS, str(error)), now_s)
-                continue
-            except AllWorkersBusy as error:
-                flight.then(flight.lost(SimLoss.FULL, str(error)), now_s)
+            except (NoWorkers, AllWorkersBusy) as error:
+                loss = SimLoss.NO_WORKERS if isinstance(error, NoWorkers) else SimLoss.FULL
+                flight.then(flight.lost(loss, str(error)), now_s)
                 continue
             for share in plan.shares:
                 rounds += ROUND // len(replica.books)
@@ -189,9 +188,7 @@ class SimFleet:
                 replica.books[share.worker].in_flight.remove(share.booking.request)
         replica.is_deciding = bool(plans)
         if plans:
-            self.at(
-                now_s + self.setting.trip_s, lambda then_s: self._reserve(replica, plans, then_s)
-            )
+            self.at(now_s + self.setting.trip_s, partial(self._reserve, replica, plans))
 
     def _reserve(self, replica: SimReplica, plans: list[SimPlan], now_s: float) -> None:
         """Reserve as lua/reserve.lua does: a reservation is refused, with all behind it for the
@@ -240,12 +237,12 @@ class SimFleet:
                     self.at(now_s + SYNC_S, partial(enter, other.books[worker], what))
 
     def _start(self, plan: SimPlan, now_s: float) -> None:
-        flight, source = plan.flight, plan.source
+        flight, source, target = plan.flight, plan.source, self.workers[plan.target.worker]
         flight.worker, flight.supply = plan.target.worker, None
         self._flights[flight.request.request_id] = flight
-        self.workers[flight.worker].num_requests += 1
+        target.num_requests += 1
         if source is None:
-            self._submit_once_come(self.workers[flight.worker], flight.request, now_s)
+            self._submit_once_come(target, flight.request, now_s)
             return
         supplier = self.workers[source.worker]
         name = f"{flight.request.request_id}~source{flight.attempts}"
@@ -260,12 +257,15 @@ class SimFleet:
             self._send(flight, supply, prefix, now_s)
 
     def _submit_once_come(self, worker: SimWorker, request: SimRequest, now_s: float) -> None:
-        """Submit a request once what is on its way of its prefix is there."""
+        self._once_come(worker, request, partial(self._submit, worker, request, None), now_s)
+
+    def _once_come(self, worker: SimWorker, request: SimRequest, act: Act, now_s: float) -> None:
+        """Act once what is on its way to a worker of a request's prefix is there."""
         comes_s = worker.has_come_s(request.blocks, now_s)
         if comes_s > now_s:
-            self.at(comes_s, lambda then_s: self._submit_once_come(worker, request, then_s))
+            self.at(comes_s, partial(self._once_come, worker, request, act))
         else:
-            self._submit(worker, request, None, now_s)
+            act(now_s)
 
     def _submit(
         self, worker: SimWorker, request: SimRequest, received: Received | None, now_s: float
@@ -294,22 +294,19 @@ class SimFleet:
         stop = source.engine.hold(supply.name, chain) * self.setting.block_size
         if supply.kind is TransferKind.SPLIT:
             stop += len(request.tail_tokens)
-        self._transfer(flight, supply, min(stop, request.prompt_tokens - 1), now_s)
+        send = partial(self._transfer, flight, supply, min(stop, request.prompt_tokens - 1))
+        self._once_come(self.workers[flight.worker], request, send, now_s)
 
     def _transfer(self, flight: Flight, supply: Supply, stop: int, now_s: float) -> None:
-        """Send the tokens up to `stop` that the target lacks, once those on their way have come."""
+        """Send the tokens up to `stop` that the target lacks."""
         request, size = flight.request, self.setting.block_size
         source, target = self.workers[supply.source], self.workers[flight.worker]
-        comes_s = target.has_come_s(request.blocks, now_s)
-        if comes_s > now_s:
-            self.at(comes_s, lambda then_s: self._transfer(flight, supply, stop, then_s))
-            return
         assert source.sending is not None, "no link"
         received = Received(target.engine.pool.match(request.blocks) * size, stop)
         arrives_s = source.sending.send(max(0, stop - received.start), now_s)
         moved = request.blocks[received.start // size : stop // size]
         target.coming.update(dict.fromkeys(moved, arrives_s))
-        self.at(arrives_s, lambda then_s: self._receive(flight, supply, received, then_s))
+        self.at(arrives_s, partial(self._receive, flight, supply, received))
 
     def _receive(self, flight: Flight, supply: Supply, received: Received, now_s: float) -> None:
         worker, blocks = self.workers[flight.worker], flight.request.blocks
@@ -343,7 +340,7 @@ class SimFleet:
         step = worker.engine.step()
         worker.is_stepping = step is not None
         if step is not None:
-            self.at(now_s + step.duration_s, lambda end_s: self._end_step(worker, step, end_s))
+            self.at(now_s + step.duration_s, partial(self._end_step, worker, step))
         else:
             self._leave_if_drained(worker)
 

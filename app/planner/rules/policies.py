@@ -128,16 +128,6 @@ def _loads(workers: Iterable[WorkerState]) -> Iterator[WorkerLoad]:
     return (worker.load for worker in workers if worker.load is not None)
 
 
-def prefill_queue(workers: Iterable[WorkerState]) -> float:
-    return fmean([load.prefill_queue for load in _loads(workers)] or [0.0])
-
-
-def kv_load(workers: Iterable[WorkerState], rules: Rules) -> float:
-    """Returns the mean of the workers' KV use and of what waiting requests will take, 0 of none."""
-    per_waiting = rules.kv_load_per_waiting
-    return fmean([load.kv_usage + per_waiting * load.waiting for load in _loads(workers)] or [0.0])
-
-
 def in_grace(workers: Iterable[WorkerState], state: FleetState, rules: Rules) -> bool:
     """Whether a live one of `workers` has joined a short time ago."""
     since_s = state.now_s - rules.grace_intervals * rules.interval_s
@@ -168,7 +158,10 @@ def threshold(state: FleetState, rules: Rules, _: Predict) -> Advice:
     """
     now, decoding = state.pools, state.live_in(Role.DECODE)
     prefilling = state.live_in(Role.PREFILL) if state.has_roles else decoding
-    queue, kv = prefill_queue(prefilling), kv_load(decoding, rules)
+    queue = fmean([load.prefill_queue for load in _loads(prefilling)] or [0.0])
+    # And what waiting requests will take.
+    kv_loads = [w.kv_usage + rules.kv_load_per_waiting * w.waiting for w in _loads(decoding)]
+    kv = fmean(kv_loads or [0.0])
     inputs = {"prefill_queue": queue, "kv_load": kv}
     if state.is_changing:
         return Advice(now, Reason.CHANGE_UNDER_WAY, inputs)
