@@ -25,9 +25,9 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
-from app.http.protocol import max_connections
+from app.http.protocol import SeldomWarning, max_connections
 
-log = logging.getLogger(__name__)
+log = SeldomWarning(logging.getLogger(__name__))
 
 MAX_BYTES = 4 * 1024 * 1024
 """Size of a message. Gateways pass bodies in far smaller pieces."""
@@ -159,7 +159,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._server.connections.add(self)
+        self._server.add(self)
         self._h2.initiate_connection()
         self._h2.increment_flow_control_window(
             _CONNECTION_WINDOW - self._h2.inbound_flow_control_window
@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
         self._ping()
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._server.connections.discard(self)
+        self._server.connections.pop(self, None)
         self._timer.cancel()
         self._cut()
 
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
             for event in self._h2.receive_data(data):
                 self._happens(event)
         except ProtocolError as error:
-            log.info("a connection is ended that does not speak HTTP/2: %s", error)
+            log.warning("a connection is ended that does not speak HTTP/2: %s", error)
             self._flush()
             self._cut()
         else:
@@ -294,15 +294,23 @@ class _Connection(asyncio.Protocol):
 
 
 class GrpcServer:
-    """Serves the methods of `handlers`, by their paths, to so many calls at once as a process may
-    have connections. listening: is closed with it."""
+    """Serves the methods of `handlers`, by their paths, to so many connections, and calls, at once
+    as a process may have. listening: is closed with it."""
 
     def __init__(self, listening: socket.socket, handlers: Mapping[bytes, Handler]) -> None:
         self._listening = listening
         self._handlers = handlers
-        self.max_calls = max_connections()
-        self.connections: set[_Connection] = set()
+        self.max_calls = self.max_connections = max_connections()
+        self.connections: dict[_Connection, None] = {}
+        """Connections, the oldest first."""
         self._server: asyncio.Server | None = None
+
+    def add(self, newest: _Connection) -> None:
+        """Makes room for a connection, if there are too many: the oldest without a call goes."""
+        self.connections[newest] = None
+        if len(self.connections) > (most := self.max_connections):
+            log.warning("over %d connections: closing the oldest without a call", most)
+            next((one for one in self.connections if not one.calls), newest).abort()
 
     def handler_of(self, path: bytes) -> Handler:
         """Raises CallEndedError."""

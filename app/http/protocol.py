@@ -145,7 +145,7 @@ class Connections(ServerState):
         super().__init__()
         self.on_refused = on_refused
         self.held = held or HeldBodies()
-        self.log: Any = _SeldomWarning(logging.getLogger("uvicorn.error"))
+        self.log: Any = SeldomWarning(logging.getLogger("uvicorn.error"))
         self.idle: dict[Protocol, None] = {}
         self.limit = max_connections()
         self.closes_in_s: float | None = None
@@ -163,7 +163,7 @@ class Connections(ServerState):
         gone.transport.abort()
 
 
-class _SeldomWarning(logging.LoggerAdapter[logging.Logger]):
+class SeldomWarning(logging.LoggerAdapter[logging.Logger]):
     """Logger with COMPLAINTS_PER_S warnings at most; each says how many before it went unsaid."""
 
     def __init__(self, logger: logging.Logger) -> None:

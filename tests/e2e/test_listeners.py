@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -182,12 +183,7 @@ async def check_picker(redis, folder):
         await bounded(picker.url)
         await abused(picker.url)
         assert _listening(port) == [HERE]
-        reader, writer = await asyncio.open_connection(HERE, port)
-        writer.write(ABUSES["no HTTP"])
-        async with asyncio.timeout(30):
-            while await reader.read(65_536):
-                pass
-        writer.close()
+        await each_ends(HERE, port, partial(statuses, picker.url, "", path="/health"))
 
 
 async def check_envoy(redis, folder):

@@ -1,6 +1,7 @@
 """What a gateway may do to the server that it asks, and what gRPC asks of that."""
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 
 import grpc
@@ -13,6 +14,7 @@ from h2.settings import SettingCodes, Settings
 
 from app.gateway import grpc_server
 from app.gateway.grpc_server import MAX_BYTES, CallEndedError, GrpcServer, Status
+from app.http.protocol import SeldomWarning
 from app.http.server import listen
 from tests.door.conftest import port_of
 from tests.edge.test_tls import Authority
@@ -208,9 +210,9 @@ async def test_a_call_goes_on_while_its_server_stops_and_no_other_begins():
         await asyncio.wait_for(stopping, 10)
 
 
-async def test_no_more_calls_than_there_may_be(monkeypatch):
-    monkeypatch.setattr(grpc_server, "max_connections", lambda: 1)
-    async with serving() as (_, port), Raw.open(port) as first, Raw.open(port) as second:
+async def test_no_more_calls_than_there_may_be():
+    async with serving() as (server, port), Raw.open(port) as first, Raw.open(port) as second:
+        server.max_calls = 1
         first.begin(ECHO, b"a")
         await first.until(events.DataReceived)
         second.begin(ECHO)
@@ -231,3 +233,32 @@ async def test_a_picker_speaks_tls_where_its_certificate_says_so(one_redis_serve
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Check(health_pb2.HealthCheckRequest(service="other"))
             assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_past_the_limit_the_oldest_connection_without_a_call_makes_room():
+    async with serving() as (server, port):
+        server.max_connections = 2
+        async with Raw.open(port) as busy, Raw.open(port) as idle:
+            busy.begin(ECHO, b"x")
+            assert await busy.until(events.DataReceived)
+            assert await idle.until(events.RemoteSettingsChanged)
+            async with Raw.open(port) as newest:
+                newest.begin(ECHO, b"y")
+                assert await newest.until(events.DataReceived)
+                assert await idle.until(events.ConnectionTerminated) is None
+                busy.events.clear()
+                busy.h2.send_data(1, framed(b"z"))
+                busy.flush()
+                assert await busy.until(events.DataReceived)
+
+
+async def test_what_speaks_no_http_2_is_seldom_logged(caplog, monkeypatch):
+    monkeypatch.setattr(grpc_server, "log", SeldomWarning(logging.getLogger("gateway")))
+    async with serving() as (_, port):
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+            await writer.wait_closed()
+    assert 1 <= caplog.text.count("does not speak HTTP/2") < 20
