@@ -40,7 +40,17 @@ from app.state.scripts import ScriptRunner
 from loadtest.command import option
 from loadtest.harness import bench, grid, in_turn
 from loadtest.holders import BLOCK_SIZE, Holders
-from loadtest.servers import NUM_PROMPTS, Load, Server, Shape, figures, load, server, server_core
+from loadtest.servers import (
+    NUM_PROMPTS,
+    Load,
+    Server,
+    Shape,
+    figures,
+    load,
+    server,
+    server_core,
+    until_serving,
+)
 
 KEYS = Keyspace("bench-decision")
 NUM_WORKERS = 8
@@ -176,6 +186,7 @@ def measure(
     """
     asyncio.run(register(url, workers, tokens))
     with ExitStack() as stack:
+        forms = shapes(tokens)
 
         def start(target: Callable[[str, int], None], n: int) -> Server:
             return stack.enter_context(server(target, url, server_core(n)))
@@ -183,6 +194,10 @@ def measure(
         async def loaded(servers: Sequence[Server], shape: Shape, concurrency: int) -> Load:
             async with connect(url) as redis, changing(redis, KEYS, NUM_WORKERS + 1, changes):
                 return await load(servers, url, shape, concurrency, requests)
+
+        def wait(servers: Sequence[Server]) -> None:
+            for one in servers:
+                run(until_serving(one.port, forms[0]))
 
         def play(cases: Sequence[tuple[Shape, int, list[Server], int]]) -> dict[str, Any]:
             """cases: the shape, the column, the servers, and how many requests at once."""
@@ -196,9 +211,10 @@ def measure(
             return made
 
         bare, router = start(answer_forever, 0), start(route_forever, 0)
-        forms = shapes(tokens)
+        wait([bare, router])
         one = play([(s, n, [bare if s.bare else router], n) for s in forms for n in CONCURRENCY])
         routers = [router, *(start(route_forever, n) for n in range(1, max(replicas)))]
+        wait(routers)
         curve = [s for s in forms if s.name in CURVE]
         several = play([(s, n, routers[:n], PER_REPLICA * n) for s in curve for n in replicas])
     return {"one": one, "replicas": several}

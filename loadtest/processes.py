@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from app.local.redis_server import EmbeddedRedis
@@ -16,6 +16,8 @@ from app.local.redis_server import EmbeddedRedis
 CORES = sorted(os.sched_getaffinity(0))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ANSWER_TIMEOUT_S = 120.0
+_SCHEDULED = 2
+"""Kind of a process's clock in Linux that counts by the scheduler, in ns, and not by ticks."""
 
 
 @contextmanager
@@ -67,6 +69,5 @@ def redis_to_measure() -> Iterator[str]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, as Linux counts them, in hundredths."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_S
+    """Returns the seconds of CPU that a process has used."""
+    return time.clock_gettime(~pid << 3 | _SCHEDULED)

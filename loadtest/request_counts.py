@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from app.state.round_trip import round_trip
 from app.state.scripts import Call
 from loadtest.servers import Shape
 
-START_S = 1.0
+START_S = 120.0
 AFTER_S = 0.2
 """Seconds after an answer, in which its records and reports come to their ends."""
 WINDOWS = 8
@@ -104,6 +104,18 @@ def _ask(connection: HTTPConnection, request: bytes) -> None:
         raise ValueError(f"{answer.status}: {text.decode()}")
 
 
+async def _until_serving(connection: HTTPConnection, request: bytes) -> None:
+    """Waits for an answer: a router listens before it knows its workers."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                return await loop.run_in_executor(None, _ask, connection, request)
+            except (OSError, HTTPException, ValueError):
+                connection.close()
+                await asyncio.sleep(0.2)
+
+
 async def _window(connection: HTTPConnection, request: bytes) -> Window:
     loop: Any = asyncio.get_running_loop()
     window: Window = Counter()
@@ -155,7 +167,7 @@ async def _counted(settings: RouterSettings, shapes: Sequence[Shape]) -> dict[st
     connection = HTTPConnection(LOOPBACK, port, timeout=30)
     counts = {}
     try:
-        await asyncio.sleep(START_S)
+        await _until_serving(connection, shapes[0].request(0, 0))
         for shape in shapes:
             requests = [shape.request(n, n % 4) for n in range(WARM_UP + WINDOWS)]
             for request in requests[:WARM_UP]:

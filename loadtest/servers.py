@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, repeat
 from multiprocessing import get_context
 from statistics import median
@@ -99,7 +100,8 @@ class Connection(asyncio.Protocol):
     """A kept-alive connection to a server. aiohttp's client would take longer for a request than a
     decision does, on the core that it shares with Redis."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int) -> None:
+        self.port = port
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
         self._answer: asyncio.Future[bytes] | None = None
@@ -111,7 +113,7 @@ class Connection(asyncio.Protocol):
         ):
             with attempt:
                 loop = asyncio.get_running_loop()
-                _, connection = await loop.create_connection(cls, LOOPBACK, port)
+                _, connection = await loop.create_connection(partial(cls, port), LOOPBACK, port)
         return connection
 
     def connection_made(self, transport: Any) -> None:
@@ -137,7 +139,10 @@ class Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     async def ask(self, request: bytes) -> None:
-        """Raises ClickException for any answer but 200 and for a decision made without Redis."""
+        """Raises ClickException for any answer but 200 and for a decision made without Redis;
+        ConnectionResetError if the server has hung up."""
+        if not self.is_open:
+            raise ConnectionResetError("the server has hung up")
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         body = await self._answer
@@ -155,14 +160,15 @@ async def until_open(port: int) -> None:
 
 
 async def until_serving(port: int, shape: Shape) -> None:
-    """A door lists models only once it has heard of its workers."""
+    """Waits for an answer: a router knows its workers, and decides by Redis, only a while after it
+    is open."""
     one = replace(shape, bodies=shape.bodies[:1])
     async with asyncio.timeout(120):
         while True:
             connection = await Connection.open(port)
             try:
                 return await connection.ask(one.request(0, 0))
-            except click.ClickException:
+            except (click.ClickException, ConnectionResetError):
                 await asyncio.sleep(0.2)
             finally:
                 connection.close()
@@ -197,6 +203,9 @@ async def load(
     async def ask(connection: Connection, names: Iterator[int]) -> None:
         for turn, name in zip(turns, names, strict=False):
             request = shape.request(turn, name)
+            if not connection.is_open:  # servers end those that say nothing for a while
+                connection = await Connection.open(connection.port)
+                connections.append(connection)
             begin = time.perf_counter()
             await connection.ask(request)
             latencies.append(time.perf_counter() - begin)
