@@ -142,7 +142,7 @@ class _OneLine(click.Command):
         # Out here, as early releases of Python 3.11 wrap what is raised in an except* clause.
         if isinstance(error, BrokenPipeError):
             raise error  # click ends quietly when nobody reads the output any more
-        told = _with_flags(str(error), ctx.command)
+        told = _with_flags(str(error) or type(error).__name__, ctx.command)
         raise click.ClickException(printable(cut(told, MAX_CHARACTERS)))
 
     def _invoke(self, ctx: click.Context) -> Any:

@@ -153,6 +153,14 @@ def test_an_error_of_writing_a_file_names_the_file_and_the_cause(error):
         raise error
 
 
+def test_an_error_without_words_is_told_by_its_name():
+    @click.command(cls=Command)
+    def command():
+        raise TimeoutError
+
+    assert CliRunner().invoke(command).output == "Error: TimeoutError\n"
+
+
 @pytest.mark.parametrize("cls", SETTINGS)
 def test_the_help_shows_the_variable_of_every_field(cls):
     shown = run(cls, "--help")[1].output
