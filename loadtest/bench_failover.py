@@ -24,6 +24,7 @@ from statistics import median
 import click
 import numpy as np
 
+from app.core.errors import NoWorkers
 from app.core.events import Stored
 from app.core.keys import Keyspace
 from app.core.settings.router import RouterSettings
@@ -128,13 +129,26 @@ class Caller:
         return self.samples[-CHAINS].at
 
 
+async def _until_known(router: Router, chains: Sequence[list[SequenceHash]]) -> Caller:
+    """Returns a caller once its router knows workers."""
+    while True:
+        caller = Caller(router, chains)
+        try:
+            await caller.ask()
+        except NoWorkers:
+            await asyncio.sleep(PAUSE_S)
+        else:
+            return caller
+
+
 async def killed(url: str, kill: Callable[[], None]) -> dict[str, float]:
     """Returns what went wrong after `kill`: durations in seconds, and counts of decisions."""
     rng = np.random.default_rng(1)
     chains = [hashes(rng, CHAIN) for _ in range(CHAINS)]
     async with running_router(url, chains) as router:
-        caller = Caller(router, chains)
-        await caller.ask_until_whole()
+        async with asyncio.timeout(WHOLE_WITHIN_S):
+            caller = await _until_known(router, chains)
+            await caller.ask_until_whole()
         end = time.perf_counter() + BEFORE_S
         while time.perf_counter() < end:
             await caller.ask()

@@ -40,7 +40,14 @@ METRICS_TIMEOUT_S = 5.0
 
 
 def play(
-    trace: Trace, count: int, most: int, num_workers: int, load: float, speedup: float, seed: int
+    trace: Trace,
+    count: int,
+    most: int,
+    seed: int,
+    *,
+    num_workers: int,
+    load: float,
+    speedup: float,
 ) -> Mapping[str, Any]:
     """Figures of PolicySummary; conflicts and retries per decision; machine: its busy share."""
     with Cluster(
@@ -55,7 +62,7 @@ def play(
         played = run(replay_policy(trace, urls, None, speedup=speedup, load=load, seed=seed))
         available, used = (b - a for a, b in zip(before, _cpu_s(), strict=True))
         counted = counters(urls)
-    decisions = counted["kvroute_decisions_total"]
+    decisions = max(1.0, counted["kvroute_decisions_total"])
     return asdict(summarise(played)) | {
         "conflicts": counted["kvroute_reserve_conflicts_total"] / decisions,
         "retries": counted["kvroute_decision_retries_total"] / decisions,

@@ -2,6 +2,7 @@
 
 import signal
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import click
@@ -135,3 +136,9 @@ def test_the_same_twice_is_refused_where_results_are_told_apart_by_it(command, a
     refused = CliRunner().invoke(command, arguments)
     assert refused.exit_code == 2, refused.output
     assert " twice" in refused.output
+
+
+def test_whoever_plays_replicas_gives_a_seed_and_nothing_else():
+    fleet = {"num_workers": 2, "load": 1.0, "speedup": 4.0}
+    for play in bench_replicas.rows((1, 2), 40, **fleet)[""].values():
+        assert signature(play).bind(1)
