@@ -316,7 +316,8 @@ class Console:
 
     async def _limits(self) -> list[list[Any]]:
         limited = [one for one in self._key_rules().values() if one.is_limited][:MAX_ROWS]
-        read = [admission.used(self._keyspace, rules) for rules in limited]
+        now_ms = self._router.fleet.redis_now_ms or 0
+        read = [admission.used(self._keyspace, rules, now_ms) for rules in limited]
         used = await ScriptRunner(self._redis, TIMEOUT_S).run(read)
         return [
             [rules.name, f"{name}={getattr(rules, name)}", round(number), round(most)]

@@ -23,7 +23,6 @@ SETTLED_S = 2.0
 """Seconds after Redis was away, in which all replicas have said what they hold."""
 BLOCKED_S = 1.0
 """Longest time for which requests are refused without asking Redis."""
-MAX_UNSETTLED = 4096
 MEAN_OUTPUT_TOKENS = 256.0
 LATELY = 0.05
 """Weight of the last answer in the mean length of a key's answers."""
@@ -91,7 +90,8 @@ class Limiter:
         self._process = random_hex(4)
         self._number = 0
         self._keys: dict[str, _Key] = {}
-        self._unsettled: list[AdmitRow] = []
+        self._unsettled: dict[str, AdmitRow] = {}
+        """Row of each key that settles what its ended requests have used."""
         self._renewed_s = 0.0
         self._is_away = False
         self._told_of: Sequence[str] = ()
@@ -201,48 +201,54 @@ class Limiter:
             key.mean_output += LATELY * (output - key.mean_output)
         owed = spending.is_owed
         taken = (0, 0) if owed else (spending.tokens, spending.uncached)
-        if len(self._unsettled) < MAX_UNSETTLED:
-            self._unsettled.append(
-                admission.row_of(
-                    *(key.rules, 0),
-                    requests=int(owed),
-                    tokens=prompt + output - taken[0],
-                    uncached=prompt - cached - taken[1],
-                    prompt_tokens=prompt,
-                    cached_tokens=cached,
-                )
-            )
+        row = admission.row_of(
+            *(key.rules, 0),
+            requests=int(owed),
+            tokens=prompt + output - taken[0],
+            uncached=prompt - cached - taken[1],
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+        )
+        before = self._unsettled.get(row.key)
+        self._unsettled[row.key] = row if before is None else admission.together(before, row)
 
     @property
     def is_due(self) -> bool:
         """Whether there is anything to settle, or to say again, and no call is away."""
         if self._is_away or not (self._unsettled or self._held):
             return False
-        return bool(self._unsettled) or time.monotonic() - self._renewed_s >= RENEW_S
+        return bool(self._unsettled) or self._must_renew
+
+    @property
+    def _must_renew(self) -> bool:
+        """Whether it is time to say again what is held, and to look who else asks."""
+        return time.monotonic() - self._renewed_s >= RENEW_S
 
     def take(self) -> Call[list[Admitted]] | None:
         """Returns the call to send now, after which `told` must follow. None: nothing is to be
         said."""
         if not self.is_due:
             return None
-        self._is_away, self._renewed_s = True, time.monotonic()
-        settled, self._unsettled = self._unsettled, []
-        said = {row.key for row in settled}
-        settled += [
-            admission.row_of(key.rules, 0)
-            for name, key in self._keys.items()
-            if key.held and name not in said
-        ]
-        self._told_of = [row.key for row in settled]
-        held = {name: key.held + key.asking for name, key in self._keys.items()}
-        return self._call([row._replace(held=held[row.key]) for row in settled])
+        self._is_away = True
+        settled, self._unsettled = self._unsettled, {}
+        asks = admission.SETTLES
+        if self._must_renew:
+            self._renewed_s, asks = time.monotonic(), admission.LOOKS
+            held = {
+                name: admission.row_of(key.rules, 0) for name, key in self._keys.items() if key.held
+            }
+            settled = held | settled
+        self._told_of = list(settled)
+        rows = [(row, self._keys[name]) for name, row in settled.items()]
+        return self._call([row._replace(asks=asks, held=k.held + k.asking) for row, k in rows])
 
     def told(self, reply: object) -> None:
         """Take the reply of Redis. Without one, what was settled is not said again, as it may have
         counted."""
         self._is_away = False
         for name, one in zip(self._told_of, reply if isinstance(reply, list) else (), strict=False):
-            self._keys[name].replicas = one.replicas
+            key = self._keys[name]
+            key.replicas = one.replicas or key.replicas
 
     def _call(self, rows: Sequence[AdmitRow]) -> Call[list[Admitted]]:
         self._number += 1

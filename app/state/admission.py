@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from app.core.key_rules import KeyRules, Rate
@@ -10,6 +11,9 @@ from app.core.keys import Keyspace
 from app.state.records import AdmitRow
 from app.state.scripts import Call, call, command
 
+_NUMBERS = AdmitRow._fields.index("num_requests")
+SETTLES, LOOKS = 0, 2
+"""Values of AdmitRow.asks."""
 KEPT_MS = 48 * 3_600_000
 """Lifetime of a key's limits, longer than any bucket takes to fill."""
 
@@ -39,19 +43,20 @@ def row_of(
 ) -> AdmitRow:
     """Returns a request to let in or, with `asks` False, to settle: see lua/admit.lua."""
     return AdmitRow(
-        key=rules.name,
-        asks=int(asks),
-        held=held,
-        concurrent=rules.concurrent or 0,
-        requests=_limit(rules.requests),
-        tokens=_limit(rules.tokens),
-        uncached=_limit(rules.uncached),
+        *(rules.name, int(asks), held, rules.concurrent or 0),
+        *(*_times_ms(rules.requests), *_times_ms(rules.tokens), *_times_ms(rules.uncached)),
         num_requests=requests,
         num_tokens=tokens,
         num_uncached=uncached,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
     )
+
+
+def together(one: AdmitRow, other: AdmitRow) -> AdmitRow:
+    """Returns two rows that settle requests of one key as one, of the limits of the second."""
+    sums = map(sum, zip(one[_NUMBERS:], other[_NUMBERS:], strict=True))
+    return AdmitRow(*other[:_NUMBERS], *sums)
 
 
 def admit(
@@ -70,17 +75,18 @@ def admit(
     return call("admit", keyspace, replica, number, lease_ms, KEPT_MS, *fields, parse=parse)
 
 
-def used(keyspace: Keyspace, rules: KeyRules) -> Call[dict[str, tuple[float, int]]]:
-    """Returns limit -> what is taken of a key's limit and what may be at once, as of its last
-    request."""
+def used(keyspace: Keyspace, rules: KeyRules, now_ms: int) -> Call[dict[str, tuple[float, int]]]:
+    """Returns limit -> what is taken of a key's limit and what may be at once. now_ms: by the Redis
+    clock."""
 
     def parse(reply: list[Any]) -> dict[str, tuple[float, int]]:
         fields = dict(zip(reply[::2], (value.split() for value in reply[1::2]), strict=True))
         found: dict[str, tuple[float, int]] = {}
         for name in ("requests", "tokens", "uncached"):
             if (rate := getattr(rules, name)) is not None:
-                level = float(fields[name.encode()][0]) if name.encode() in fields else rate.burst
-                found[name] = max(0.0, rate.burst - level), round(rate.burst)
+                until_ms = float(fields.get(f"{name}_until".encode(), [b"0"])[0])
+                taken = max(0.0, until_ms - now_ms) * rate.per_s / 1000
+                found[name] = taken, round(rate.burst)
         if rules.concurrent is not None:
             held = [value for name, value in fields.items() if name.startswith(b"held ")]
             found["concurrent"] = sum(int(value[0]) for value in held), rules.concurrent
@@ -89,5 +95,9 @@ def used(keyspace: Keyspace, rules: KeyRules) -> Call[dict[str, tuple[float, int
     return command("limits", "HGETALL", f"{keyspace['limits:']}{rules.name}", parse=parse)
 
 
-def _limit(rate: Rate | None) -> str:
-    return "-" if rate is None else f"{rate.burst:.6f} {rate.per_s / 1000:.9f}"
+@lru_cache(maxsize=4096)
+def _times_ms(rate: Rate | None) -> tuple[str, str]:
+    """Returns ms in which an empty bucket fills, and ms for one more in it; "": no limit."""
+    if rate is None:
+        return "", ""
+    return repr(1000 * rate.burst / rate.per_s), repr(1000 / rate.per_s)

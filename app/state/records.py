@@ -20,8 +20,8 @@ PrefillCompleteRow = namedtuple("PrefillCompleteRow", "id ttl_ms began_by_ms of_
 ReleaseRow = namedtuple("ReleaseRow", "id attempt began_by_ms came late_ms")
 AdmitRow = namedtuple(
     "AdmitRow",
-    "key asks held concurrent requests tokens uncached num_requests num_tokens num_uncached "
-    "prompt_tokens cached_tokens",
+    "key asks held concurrent requests_full requests_each tokens_full tokens_each uncached_full "
+    "uncached_each num_requests num_tokens num_uncached prompt_tokens cached_tokens",
 )
 
 FIELDS: dict[str, tuple[str, ...]] = {

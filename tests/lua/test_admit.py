@@ -4,7 +4,7 @@ import pytest
 
 from app.core.key_rules import parse_rules
 from app.state import admission
-from app.state.admission import admit, row_of
+from app.state.admission import LOOKS, admit, row_of
 from tests.eventually import eventually
 
 LEASE_MS = 10_000
@@ -40,7 +40,7 @@ async def test_all_replicas_take_from_one_bucket(space):
     answers = [one for some in await asyncio.gather(*calls) for one in some]
     assert sum(not one.refused for one in answers) == 10
     for n in range(4):
-        [one] = await ask(space, key, replica=f"r{n}", number=99, asks=False, requests=0)
+        [one] = await ask(space, key, replica=f"r{n}", number=99, asks=LOOKS, requests=0)
         assert one.replicas == n + 1
 
 
@@ -95,12 +95,19 @@ async def test_what_a_later_call_has_said_counts_and_not_what_an_earlier_one_say
     assert (await ask(space, key, number=6, held=0))[0].refused == ""
 
 
-@pytest.mark.parametrize("text", ["", "x", "1e9 0", "nan 1", "5"])
+@pytest.mark.parametrize("text", ["", "x", "1e9 0", "nan", "inf", "-5", "1e18"])
 async def test_what_somebody_wrote_there_stops_nobody(space, text):
     name = f"{space.keys['limits:']}ann"
-    fields = ("requests", "tokens", "uncached", "cached_share", "held r", "held other")
+    fields = (
+        "requests_until",
+        "tokens_until",
+        "uncached_until",
+        "cached_share",
+        "held r",
+        "held other",
+    )
     await space.redis.hset(name, mapping=dict.fromkeys(fields, text))
     key = rules("requests=10/m", "tokens=1k/m", "uncached=1k/m", "concurrent=1")
     assert [one.refused for one in await ask(space, key)] == [""]
-    await ask(space, key, asks=False, requests=0)
+    await ask(space, key, asks=LOOKS, requests=0)
     assert 0 < await space.redis.pttl(name) <= admission.KEPT_MS
