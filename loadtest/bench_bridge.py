@@ -77,11 +77,18 @@ class Publisher:
 
     def __init__(self) -> None:
         context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
-        self._pub, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._pub, self._replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
         self._pub.set_hwm(0)
         at = "tcp://127.0.0.1"
         self.ports = [each.bind_to_random_port(at) for each in (self._pub, self._replay)]
         self._number = 0
+        self._is_heard = False
+
+    async def heard(self) -> None:
+        """Waits until somebody has subscribed: what is published before that is lost."""
+        if not self._is_heard:
+            await self._pub.recv()
+            self._is_heard = True
 
     async def publish(
         self, batches: Sequence[BlockStored | BlockRemoved], per_s: float
@@ -123,6 +130,7 @@ def engine(to: Connection) -> None:
                 else BlockRemoved(names_of(n)[::-1], "GPU")
                 for n in chains
             ]
+            await publisher.heard()
             to.send(None)
             await asyncio.to_thread(to.recv)
             to.send(await publisher.publish(batches, per_s))
@@ -284,8 +292,8 @@ async def visible_ms(url: str) -> dict[str, float]:
     chains = range(SEEN_CHAINS)
     with running_engine() as published:
         os.sched_setaffinity(0, CORES)
-        await published.prepare("stored", chains, SEEN_PER_S)
         async with running_rank(url, published.source, SEEN_CHAINS * CHAIN_BLOCKS):
+            await published.prepare("stored", chains, SEEN_PER_S)
             with child(watch, url, [hashes_of(chain) for chain in chains]) as watcher:
                 await asyncio.to_thread(received, watcher)
                 published.go()
