@@ -65,6 +65,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_p
         ("autoscale", "--hours nan"),
         ("autoscale", "--load 0"),
         ("autoscale", "--policy slo:many"),
+        ("autoscale", "--policy slo:0.5"),
         ("autoscale", "--policy static:1.5"),
         ("autoscale", "--policy static"),
         ("autoscale", "--policy fastest"),
