@@ -186,7 +186,10 @@ class AnyWorker:
         await question.evidence.answered(worker, marks)
         more = [(b"content-length", b"%d" % len(piece))] if is_all else []
         await client.start(answer.status, headers + more)
-        while not is_all and piece:
-            await client.send(piece)
-            piece = await answer.read(self._between_s)
-        await client.send(piece, last=True)
+        if is_all:
+            await client.send(piece, last=True)
+            return
+        await client.send(piece)
+        while await answer.give(client.offer, self._between_s):
+            await client.taken()
+        await client.send(b"", last=True)

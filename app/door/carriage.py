@@ -235,18 +235,25 @@ class Carriage:
 
     async def _pass(self, begun: Beginning, parser: Parser) -> None:
         """Passes the answer of one worker on. Raises UpstreamBroken."""
-        piece = begun.first
-        while piece:
+        life, client = self.life, self.client
+
+        def take(piece: bytes) -> bool:
             passed = parser.passed(piece)
             if parser.has_first_token:
-                self.life.first_token()
-            if passed:
-                await self.client.send(passed)
+                life.first_token()
+            keeps_up = not passed or client.offer(passed)
             if parser.is_finished:
-                self.life.is_said = True
+                life.is_said = True
+            return keeps_up and not parser.broken
+
+        may_come = True
+        if begun.first:
+            take(begun.first)
+        while may_come:
+            await client.taken()
             if parser.broken:
                 raise UpstreamBroken(f"ended by {parser.broken}", cause=parser.broken)
-            piece = await begun.answer.read(self.door.patience.between_s)
+            may_come = await begun.answer.give(take, self.door.patience.between_s)
         if not (parser.is_finished or parser.has_ended) and begun.answer.status == 200:
             raise UpstreamBroken("ended before its answer did", cause=blame.CUT)
 

@@ -45,6 +45,12 @@ class Recipient(Protocol):
 
     async def send(self, piece: bytes, *, last: bool = False) -> None: ...
 
+    def offer(self, piece: bytes) -> bool:
+        """Sends a piece at once. Returns whether the client keeps up: if it does not, `taken` is to
+        be awaited before the next piece."""
+
+    async def taken(self) -> None: ...
+
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Sends a whole answer. headers: but for its length."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -75,6 +75,9 @@ class Exchange(Request):
         self.has_ended = False
         self._answer_headers: Headers = ()
         self._watched: watched | None = None
+        self._behind: tuple[Any, Generator[Any, None, None]] | None = None
+        """What is waited for before a message that has begun goes out, and the rest of its
+        sending."""
 
     @property
     def holder(self) -> str:
@@ -116,27 +119,50 @@ class Exchange(Request):
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send(body, last=True)
 
+    def offer(self, piece: bytes) -> bool:
+        """Sends a piece of the answer's body. Returns whether the client keeps up: if it does not,
+        `taken` is to be awaited before the next one."""
+        return self._sends({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def taken(self) -> None:
+        """Returns once the client has taken nearly all of what it was sent. Raises
+        ClientStalled."""
+        if (behind := self._behind) is None:
+            return
+        self._behind = None
+        waits_for, sending = behind
+        try:
+            async with asyncio.timeout(self.stalled_s):
+                await resumed(sending, waits_for)
+        except TimeoutError:
+            raise self._stalled() from None
+
     async def say(self, message: Message) -> None:
         """Sends an ASGI message. Raises ClientStalled."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
             self.has_ended = not message.get("more_body", False)
-        sending = self._send(message).__await__()
-        stalled_s = self.stalled_s
-        try:
-            # Only a client that is behind is waited for, and a deadline for each part would cost.
+        if not self._sends(message):
+            await self.taken()
+        if self.has_ended and (until_taken := self.scope.get(UNTIL_TAKEN)) is not None:
             try:
-                waits_for = next(sending)
-            except StopIteration:
-                pass
-            else:
-                async with asyncio.timeout(stalled_s):
-                    await resumed(sending, waits_for)
-            if self.has_ended and (until_taken := self.scope.get(UNTIL_TAKEN)) is not None:
-                await until_taken(stalled_s)
-        except TimeoutError:
-            raise ClientStalled(f"took nothing for {stalled_s:g} s") from None
+                await until_taken(self.stalled_s)
+            except TimeoutError:
+                raise self._stalled() from None
+
+    def _sends(self, message: Message) -> bool:
+        """Whether a message is sent at once. Only a client that is behind is waited for, and a
+        deadline for each message would cost."""
+        sending = self._send(message).__await__()
+        try:
+            self._behind = next(sending), sending
+        except StopIteration:
+            return True
+        return False
+
+    def _stalled(self) -> ClientStalled:
+        return ClientStalled(f"took nothing for {self.stalled_s:g} s")
 
     def cut(self) -> None:
         """Cuts the connection: to end the answer in order would say that it is complete."""

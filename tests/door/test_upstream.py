@@ -99,11 +99,30 @@ async def whole(answer):
     return b"".join(pieces)
 
 
+async def given(answer):
+    """What comes to one that takes each piece as it comes, and pauses at every second one."""
+    pieces = []
+
+    def take(piece):
+        pieces.append(piece)
+        return len(pieces) % 2 > 0
+
+    more = True
+    while more:
+        more = await answer.give(take, 5.0)
+        await asyncio.sleep(0)
+    return b"".join(pieces)
+
+
+IN_BOTH_WAYS = pytest.mark.parametrize("come", [whole, given])
+
+
+@IN_BOTH_WAYS
 @pytest.mark.parametrize(
     "text", [LENGTH, CHUNKED, CLOSED, CONTINUED], ids=["length", "chunked", "closed", "continued"]
 )
 @pytest.mark.parametrize("step", [1, 7, 1000])
-async def test_an_answer_is_read_however_it_is_framed_and_cut(text, step):
+async def test_an_answer_is_read_however_it_is_framed_and_cut(come, text, step):
     async def talk(server, reader, writer):
         while True:
             await server.request(reader)
@@ -117,7 +136,7 @@ async def test_an_answer_is_read_however_it_is_framed_and_cut(text, step):
         for _ in range(3):
             answer = await post(upstream, server.url)
             assert answer.status == 200
-            assert await whole(answer) == b"hello world"
+            assert await come(answer) == b"hello world"
             assert await answer.read() == b""
         if text in (LENGTH, CONTINUED):
             assert answer.headers == [(b"x-one", b"1"), (b"content-length", b"11")]
@@ -133,7 +152,8 @@ async def test_an_answer_is_read_however_it_is_framed_and_cut(text, step):
     "text", [LENGTH, CHUNKED, CONTINUED], ids=["length", "chunked", "continued"]
 )
 @pytest.mark.parametrize("resets", [False, True])
-async def test_an_answer_cut_off_at_any_byte_is_an_error(text, resets):
+@IN_BOTH_WAYS
+async def test_an_answer_cut_off_at_any_byte_is_an_error(come, text, resets):
     async def talk(server, reader, writer):
         await server.request(reader)
         writer.write(text[: len(server.requests) - 1])
@@ -148,7 +168,7 @@ async def test_an_answer_cut_off_at_any_byte_is_an_error(text, resets):
     async with serving(talk) as (server, upstream):
         for sent in range(len(text)):
             with pytest.raises(UpstreamError) as failure:
-                await whole(await post(upstream, server.url))
+                await come(await post(upstream, server.url))
             assert failure.type is (NoAnswer if sent < head_bytes else UpstreamBroken), sent
         assert server.num_connections == len(text)
 
@@ -245,7 +265,8 @@ async def test_connections_are_not_used_when_they_have_long_been_idle(monkeypatc
         assert server.num_connections == 2
 
 
-async def test_what_is_not_read_is_left_to_the_engine():
+@IN_BOTH_WAYS
+async def test_what_is_not_read_is_left_to_the_engine(come):
     sent = 0
 
     async def talk(server, reader, writer):
@@ -271,8 +292,46 @@ async def test_what_is_not_read_is_left_to_the_engine():
         # What the kernel's own buffers took.
         assert sent < 32 * 1024 * 1024
         assert len(await answer.read()) < 1024 * 1024
-        assert len(await whole(answer)) > 60 * 1024 * 1024
+        assert len(await come(answer)) > 60 * 1024 * 1024
         assert sent == 1000 * 65536
+
+
+async def test_each_piece_puts_off_the_end_of_what_is_waited_for():
+    pieces = []
+
+    async def talk(server, reader, writer):
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(8):
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(0.1)
+        await reader.read()
+
+    async with serving(talk) as (server, upstream):
+        answer = await post(upstream, server.url)
+        with pytest.raises(UpstreamBroken, match=r"nothing in 0\.5 s") as failure:
+            await answer.give(lambda piece: pieces.append(piece) or True, 0.5)
+        assert failure.value.is_late
+        assert b"".join(pieces) == b"x" * 8
+
+
+async def test_what_goes_wrong_with_a_piece_ends_the_answer():
+    left = asyncio.Event()
+
+    async def talk(server, reader, writer):
+        await server.request(reader)
+        writer.write(CHUNKED[:60])
+        await reader.read()
+        left.set()
+
+    def take(piece):
+        raise ValueError(piece)
+
+    async with serving(talk) as (server, upstream):
+        answer = await post(upstream, server.url)
+        with pytest.raises(ValueError, match="hello"):
+            await answer.give(take, 5.0)
+        await asyncio.wait_for(left.wait(), 5.0)
 
 
 @pytest.mark.parametrize(

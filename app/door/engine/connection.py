@@ -67,39 +67,87 @@ class EngineAnswer:
         self._has_ended = False
         self._failure = ""
         self._changed: asyncio.Future[None] | None = None
+        self.take: Callable[[bytes], bool] | None = None
+        """Gets each piece as it comes; None: pieces wait to be read."""
+        self._error: Exception | None = None
+        """What it raised."""
+        self._piece_s = 0.0
+        """When it got the latest one, by the event loop's clock."""
 
     async def read(self, between_s: float | None = None) -> bytes:
         """Returns what has come since the last call; b"" at the end. Raises UpstreamBroken; then,
         and when cancelled, the engine stops."""
         if not self.unread and not self._has_ended:
+            now_s = asyncio.get_running_loop().time()
             try:
-                await self._until_changed(between_s)
+                await self._until_changed(None if between_s is None else now_s + between_s)
             except BaseException as error:
                 self.abort()
                 if isinstance(error, TimeoutError):
-                    raise UpstreamBroken(
-                        f"broke off: nothing in {between_s:g} s", cause="stalled", is_late=True
-                    ) from None
+                    raise _stalled(between_s) from None
                 raise
         if self.unread:
-            piece = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
-            if self.unread_bytes >= MAX_UNREAD_BYTES and not self._has_ended:
-                self._connection.resume()
-            self.unread, self.unread_bytes = [], 0
-            return piece
+            return self._read_all()
         if self._failure:
             raise UpstreamBroken(f"broke off: {self._failure}")
         return b""
 
-    async def _until_changed(self, between_s: float | None) -> None:
-        """Raises TimeoutError."""
+    async def give(self, take: Callable[[bytes], bool], between_s: float) -> bool:
+        """Gives `take` each piece in the turn of the event loop in which it comes, without waking
+        the task that waits here, until `take` returns False. Returns whether more may come. Raises
+        UpstreamBroken, and what `take` raises; then, and when cancelled, the engine stops."""
         loop = asyncio.get_running_loop()
-        changed = self._changed = loop.create_future()
+        self.take, self._piece_s = take, loop.time()
         try:
-            if between_s is None:
+            if self.unread:
+                self.deliver()
+            while self.take is not None and not self._has_ended:
+                try:
+                    await self._until_changed(self._piece_s + between_s)
+                except TimeoutError:
+                    if self._piece_s + between_s <= loop.time():  # no piece has put it off
+                        raise _stalled(between_s) from None
+            if self._error is not None:
+                raise self._error
+            if self.take is None:
+                return True
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self.take = self._error = None
+        if self._failure:
+            raise UpstreamBroken(f"broke off: {self._failure}")
+        return False
+
+    def deliver(self) -> None:
+        """Gives what is unread to whoever takes each piece as it comes."""
+        assert self.take is not None
+        self._piece_s = asyncio.get_running_loop().time()
+        try:
+            if not self.take(self._read_all()):
+                self.take = None
+        except Exception as error:
+            self.take, self._error = None, error
+        if self.take is None:
+            self.wake()
+
+    def _read_all(self) -> bytes:
+        """Returns what is unread, which then counts as read."""
+        piece = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
+        if self.unread_bytes >= MAX_UNREAD_BYTES and not self._has_ended:
+            self._connection.resume()
+        self.unread, self.unread_bytes = [], 0
+        return piece
+
+    async def _until_changed(self, until_s: float | None) -> None:
+        """Raises TimeoutError at `until_s`, of the event loop's clock."""
+        changed = self._changed = asyncio.get_running_loop().create_future()
+        try:
+            if until_s is None:
                 await changed
             else:
-                await self._connection.deadlines.result(changed, loop.time() + between_s)
+                await self._connection.deadlines.result(changed, until_s)
         finally:
             self._changed = None
 
@@ -129,6 +177,10 @@ class EngineAnswer:
         """Notes, for the connection, that there is more to be read."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
+
+
+def _stalled(between_s: float | None) -> UpstreamBroken:
+    return UpstreamBroken(f"broke off: nothing in {between_s:g} s", cause="stalled", is_late=True)
 
 
 @dataclass(slots=True)
@@ -210,6 +262,9 @@ class Connection(asyncio.Protocol):
         if not self._framing_bytes:  # some of a body has come
             if self.pulse is not None and answer.status == 200:
                 self.pulse.at_s = time.monotonic()
+            if answer.take is not None and answer.unread:
+                answer.deliver()
+                return
             if self._answer is answer and answer.unread_bytes >= MAX_UNREAD_BYTES:
                 self._transport.pause_reading()
             answer.wake()
