@@ -4,16 +4,22 @@ import asyncio
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.door import answer_request
 from app.door.answer import migration
+from app.door.answer import stream as stream_module
 from app.door.answer.events import usage_in
 from app.door.answer.migration import Migrating, can_migrate
+from app.door.answer.stream import Stream
 from app.door.answer_request import Api
 from app.door.forwarding import Outgoing
 from app.door.prompts.prompts import PromptIds
@@ -81,6 +87,52 @@ def test_wherever_the_first_part_ends_the_rest_follows_as_if_one_worker_had_said
         assert passed.count(b"assistant") == 1
         assert (b'"created":9' in passed) == (b"\n\n" not in first[:end])
         assert stream.is_finished
+
+
+USAGE = {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6}
+KINDS = (
+    *(event({"content": "a"}, [1]), event({"content": "b"}, [2, 3]), event({"content": ""}, [4])),
+    *(event({"content": "error: failed"}, [5]), event({"content": "c"}, None)),
+    *(event({"reasoning_content": "d"}, [6]), event({"tool_calls": []}, [7]), event({}, [], "")),
+    event({"content": ' "token_ids":[8] "finish_reason":"stop"'}, [9]),
+    event({"content": "e"}, [2**32]).replace(b'"token_ids"', b'"token_ids" '),
+    event({"content": "f"}, [10])[:-3] + b',"usage":%b}\n\n' % orjson.dumps(USAGE),
+    event({"content": "g"}, [11])[:-3] + b',"usage":null,"prompt_token_ids":[1,2]}\n\n',
+    event({"content": "h"}, [12]).replace(b'"content"', b'"text"').replace(b"\n\n", b"\n\r\n"),
+    *(event({}, [13], "stop"), event({}, [14], "abort"), last(5, 1, 0), DONE, b": ping\n\n"),
+    *(b'data: {"error":{"message":"x"}}\n\n', b'data: {"choices":[]}\n\n', b"data: {\n\n"),
+)
+
+
+def seen_by(parser, pieces):
+    passed = []
+    for piece in pieces:
+        passed.append(parser.passed(piece))
+        if parser.broken:
+            break
+    else:
+        passed.append(parser.rest())
+    names = ("has_first_token", "is_finished", "broken", "error", "tail", "num_said", "has_ended")
+    output = (parser.output, parser.can_go_on) if isinstance(parser, Migrating) else ()
+    return b"".join(passed), *(getattr(parser, name) for name in names), *output
+
+
+@given(
+    st.lists(st.sampled_from(KINDS), max_size=12),
+    st.lists(st.integers(0, 2000), max_size=8),
+    st.booleans(),
+)
+def test_events_of_tokens_are_seen_as_if_all_were_looked_at_closely(kinds, cuts, drops_usage):
+    text = BEGIN + b"".join(kinds)
+    ends = sorted({min(cut, len(text)) for cut in (0, *cuts, len(text))})
+    by_cuts = [text[begin:end] for begin, end in pairwise(ends)]
+    for pieces in ([BEGIN, *kinds], by_cuts):
+        for make in (migrating, partial(Stream, says_end=True)):
+            with pytest.MonkeyPatch.context() as patch:
+                seen = seen_by(make(drops_usage=drops_usage), pieces)
+                for module in (stream_module, migration):
+                    patch.setattr(module, "tokens_in", lambda _: None)
+                assert seen == seen_by(make(drops_usage=drops_usage), pieces)
 
 
 def test_half_a_character_is_said_anew():

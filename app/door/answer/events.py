@@ -37,11 +37,10 @@ ABORTS = re.compile(
     % "|".join(sorted(FAILURES)).encode()
 )
 """Matches in each whole answer with such a reason, and perhaps in texts."""
-MAY_END = re.compile(
-    rb'"(?:finish|stop)_reason"\s*:\s*["{]|data:\s*\[DONE\]'
-    rb'|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|cancelled))"'
+_REASON = re.compile(rb'_reason"\s*:\s*["{]')
+_TYPE_ENDS = re.compile(
+    rb'"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|cancelled))"'
 )
-"""Matches in each event with a reason or behind the last one, and perhaps in texts."""
 _RESPONSE_ENDINGS = ("response.completed", "response.incomplete", "response.cancelled")
 
 
@@ -66,9 +65,57 @@ def parsed(text: bytes) -> Any:
             return None
 
 
+def first_end(events: bytes) -> int:
+    """Returns where the first one of these events may have the reason of a choice's end, or stand
+    behind the last one: true of each that has, and of some texts. -1: none may. Patterns that begin
+    alike are found ten times as fast as one of all."""
+    found = [_REASON.search(events)]
+    if b'"type"' in events:
+        found.append(_TYPE_ENDS.search(events))
+    at = [end.start() for end in found if end is not None]
+    if (done := events.find(b"[DONE]")) >= 0:
+        at.append(done)
+    return min(at, default=-1)
+
+
+def tokens_in(events: bytes) -> list[dict[str, Any]] | None:
+    """Returns the choice of each of these events if all are of a chat or a completion, and say more
+    of its only choice, as nearly all do, and nothing else; None: some may tell more. To parse an
+    event takes as long as to look for three words in it."""
+    if not events.startswith(b"data: {"):
+        return None
+    try:
+        each = [orjson.loads(events[6:])]
+    except orjson.JSONDecodeError:  # several of them, or no JSON
+        try:
+            each = orjson.loads(b"[%b]" % events[6:].replace(b"}\n\ndata: {", b"},{"))
+        except orjson.JSONDecodeError:
+            return None
+    told = []
+    for fields in each:
+        choices = fields.get("choices")
+        if type(choices) is not list or len(choices) != 1:
+            return None
+        choice = choices[0]
+        if type(choice) is not dict or choice.get("finish_reason"):
+            return None
+        if fields.get("usage") or "error" in fields:
+            return None
+        told.append(choice)
+    return told
+
+
+def said_in(choice: Mapping[str, Any]) -> tuple[object, object]:
+    """Returns what a choice says, and what it thinks; None or "": nothing."""
+    delta = choice.get("delta")
+    if type(delta) is not dict:
+        return choice.get("text"), None
+    return delta.get("content"), delta.get("reasoning_content") or delta.get("reasoning")
+
+
 def reasons_in(event: bytes) -> dict[int, str]:
     """Returns the reasons of the choices that end with an event: see `reasons_of`."""
-    return reasons_of(fields_of(event) or {}) if MAY_END.search(event) else {}
+    return reasons_of(fields_of(event) or {}) if first_end(event) >= 0 else {}
 
 
 def tells_error(event: bytes) -> bool:

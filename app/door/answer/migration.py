@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import orjson
@@ -17,8 +17,11 @@ from app.door.answer.events import (
     Events,
     events_in,
     fields_of,
+    first_end,
     reasons_in,
+    said_in,
     tells_error,
+    tokens_in,
     usage_in,
 )
 from app.door.answer.stream import Stream
@@ -42,6 +45,8 @@ probabilities have a state that tokens do not show; penalties for presence and f
 tokens of the answer alone."""
 _COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
+_IDS_BEGIN, _PLAIN_IDS = b'token_ids":[', re.compile(rb'"token_ids":\[[\d,]*\]')
+"""As vLLM writes them; events that have ids in other words are looked at one by one."""
 _SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
 _THINKS = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
 _MAX_EVENT_BYTES = 8 * 1024 * 1024
@@ -77,6 +82,10 @@ def can_migrate(
     )
 
 
+def _are_ids(ids: object) -> TypeGuard[list[int]]:
+    return type(ids) is list and {*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < 2**32
+
+
 class Migrating:
     """The events of a stream as its client sees them: as if one worker said them all.
 
@@ -97,6 +106,8 @@ class Migrating:
         self._untold: list[int] = []
         """The tokens behind `output`."""
         self._is_known = True
+        self._names_none = False
+        """Whether the engine says text without its ids: nobody could go on."""
         self._thinks = False
         self._before = 0
         """How many tokens other workers said."""
@@ -146,16 +157,50 @@ class Migrating:
 
     def passed(self, piece: bytes) -> bytes:
         """Returns what is to be passed on once `piece` has come."""
-        text = self._events.whole(piece)
+        are_whole = not self._events.held and piece.endswith(b"\n\n")
+        text = piece if are_whole else self._events.whole(piece)
         if not text.endswith((b"\n\n", b"\n\r\n")):
             self._is_known = self._is_known and not text
             return self._stream.passed(text)
-        events = b""
-        for event in events_in(text):
-            events += self._passed(event)
-            if self._broken:
+        if self._names_none:
+            passed = self._stream.passed(text)
+            self.is_finished = self._stream.is_finished
+            return passed
+        if passed := self._of_tokens(text):
+            return passed
+        begin = 0 if self._frame else len(next(events_in(text)))
+        passed = self._by_event(text[:begin])
+        end = first_end(text)
+        cut = len(text) if end < 0 else max(begin, text.rfind(b"\n\n", begin, end) + 2)
+        told = self._of_tokens(text[begin:cut])
+        return passed + told + self._by_event(text[cut if told else begin :])
+
+    def _by_event(self, events: bytes) -> bytes:
+        passed = b""
+        for event in events_in(events):
+            if self.broken:
                 break
-        return self._stream.passed(events)
+            passed += self._stream.passed(self._passed(event))
+        return passed
+
+    def _of_tokens(self, events: bytes) -> bytes:
+        """Returns events as they are passed on that say text and its ids, in the midst of the first
+        worker's answer, and nothing else; b"": some may be others."""
+        if not self._frame or self._is_continued or self.broken or not events:
+            return b""
+        if (told := tokens_in(events)) is None or events.count(_IDS_BEGIN) != len(told):
+            return b""
+        output = self._untold.copy()
+        for choice in told:
+            (says, thinks), ids = said_in(choice), choice.get("token_ids")
+            if not says or thinks or not _are_ids(ids):
+                return b""
+            output += ids
+        self.has_first_token, self._thinks = True, False
+        self._stream.num_said += len(told)
+        self.output += output
+        self._untold = []
+        return _PLAIN_IDS.sub(b'"token_ids":null', events)
 
     def rest(self) -> bytes:
         """Returns what is left when the answer has ended."""
@@ -187,6 +232,7 @@ class Migrating:
         says, thinks = _SAYS.search(event), _THINKS.search(event)
         if says or thinks:
             self._is_known = self._is_known and bool(lists)
+            self._names_none |= not (lists or self.output or self._is_continued)
             self._thinks = thinks is not None
             self.output += self._untold
             self._untold = []

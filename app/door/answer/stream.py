@@ -16,15 +16,17 @@ from app.door.answer.events import (
     EVENT_END,
     EVENT_ENDS,
     FAILURES,
-    MAY_END,
     TAIL_BYTES,
     USAGE_OBJECT,
     Events,
     events_in,
     fields_of,
+    first_end,
     reasons_in,
     reasons_of,
+    said_in,
     tells_error,
+    tokens_in,
 )
 from app.door.engine.connection import EngineAnswer
 
@@ -118,7 +120,7 @@ class Stream:
     def passed(self, piece: bytes) -> bytes:
         """Returns what is to be passed on once `piece` has come, with nothing changed but what is
         dropped."""
-        if self._events is None and piece.endswith(b"\n\n"):
+        if self._events is None and (not piece or piece.endswith(b"\n\n")):
             return self._seen(piece)
         self._events = self._events or Events(MAX_EVENT_BYTES)
         return self._seen(self._events.whole(piece))
@@ -126,9 +128,20 @@ class Stream:
     def _seen(self, events: bytes) -> bytes:
         if not events:
             return b""
+        if self._num_choices == 1 and not self.broken and (told := tokens_in(events)) is not None:
+            self.has_first_token = True
+            num_said = 0
+            for choice in told:
+                says, thinks = said_in(choice)
+                if says or thinks:
+                    num_said += 1
+            if num_said < len(told):  # or parts of a call of a tool
+                num_said = len(_SAYS.findall(events))
+            self.num_said += num_said
+            return events
         if b"error" in events or b"failed" in events:
             self.error = self.error or next(filter(tells_error, events_in(events)), b"")
-        if self._says_end and (self._num_choices > 1 or self.broken or MAY_END.search(events)):
+        if self._says_end:
             events = self._until_broken(events)
         if not self.has_first_token:
             self.has_first_token = _DATA.search(_PREAMBLE.sub(b"", events)) is not None
@@ -146,10 +159,12 @@ class Stream:
     def _until_broken(self, events: bytes) -> bytes:
         """Notes which choices end by these events. Returns those before the one by which the answer
         breaks off."""
-        begin, counts = 0, self._num_choices > 1
+        begin, first = 0, 0 if self._num_choices > 1 else first_end(events)
+        if first < 0 and not self.broken and events.endswith(EVENT_ENDS):
+            return events
         for end in EVENT_END.finditer(events):
             event = events[begin : end.end()]
-            if not (self.broken or self.error) and (counts or MAY_END.search(event)):
+            if 0 <= first < end.end() and not (self.broken or self.error):
                 self._note_end(event)
             if self.broken:
                 self.is_finished = False
@@ -263,7 +278,7 @@ def _begins_well(text: bytes) -> bool:
     if b"error" in text or b"failed" in text or (said := _SAYS.search(text)) is None:
         return False
     end = EVENT_END.search(text, said.end())
-    return end is not None and MAY_END.search(text, 0, end.end()) is None
+    return end is not None and first_end(text[: end.end()]) < 0
 
 
 async def opening_of(answer: EngineAnswer, within_s: float) -> tuple[bytes, Failure | None]:
