@@ -49,7 +49,7 @@ from app.state.scripts import ScriptRunner
 from loadtest.command import option
 from loadtest.harness import bench, grid, in_turn
 from loadtest.holders import Holders
-from loadtest.instant_engine import CHUNKS, engine_forever, word_tokenizer
+from loadtest.instant_engine import APART, CHUNKS, engine_forever, word_tokenizer
 from loadtest.processes import CORES
 from loadtest.request_counts import counts_of
 from loadtest.servers import (
@@ -73,7 +73,8 @@ HERE = Path(app.__file__).parents[1]
 START_S = 60.0
 REGISTER = "import asyncio, sys; from loadtest.bench_door import register; "
 REGISTER += "asyncio.run(register(*sys.argv[1:]))"
-COMPARED = ("streamed chat", "800 characters", "/v1/route, 2,048 ids")
+SLOW_STREAM = f"stream of {APART} tokens, one by one"
+COMPARED = ("streamed chat", "800 characters", "/v1/route, 2,048 ids", SLOW_STREAM)
 """Shapes of which the doors of two checkouts are compared."""
 
 
@@ -130,7 +131,9 @@ def compare(
             run(until_serving(door.serving.port, shape))
 
     def cpu_us(door: Door, shape: Shape) -> float:
-        took = run(load([door.serving], door.redis_url, shape, concurrency, requests))
+        took = run(
+            load([door.serving], door.redis_url, shape, concurrency, num_of(shape, requests))
+        )
         return figures([took])["cpu_us"]
 
     ways = {(s.name, door): partial(cpu_us, door, s) for s in shapes for door in doors}
@@ -145,6 +148,11 @@ def compare(
             "times": median(times),
         }
     return compared
+
+
+def num_of(shape: Shape, requests: int) -> int:
+    """Returns how many requests make a round: fewer of those that take long."""
+    return max(CONCURRENCY, requests // 16) if shape.name == SLOW_STREAM else requests
 
 
 def door_forever(redis_url: str, port: int, tokenizer: str = "") -> None:
@@ -205,7 +213,7 @@ def shapes() -> list[Shape]:
     def bodies(size: int, **more: object) -> list[bytes]:
         prompts = (rng.integers(10_000, 99_999, size // 6).tolist() for _ in range(NUM_PROMPTS))
         return [
-            orjson.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 16, **more})
+            orjson.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 16} | more)
             for prompt in prompts
         ]
 
@@ -218,6 +226,7 @@ def shapes() -> list[Shape]:
         Shape("800 characters", bodies(800), path=PATH),
         Shape("32 kB", bodies(32_000), path=PATH),
         Shape(f"stream of {CHUNKS} chunks", bodies(800, stream=True), path=PATH),
+        Shape(SLOW_STREAM, bodies(800, stream=True, max_tokens=APART), path=PATH),
         Shape("800 characters of text", texts, path=PATH),
     ]
 
@@ -278,7 +287,7 @@ def measure(url: str, requests: int, rounds: int, checkout: Path | None = None) 
         run(until_serving(servers["door"].port, forms[0]))
         ways = {
             (shape.name, name): lambda at=at, shape=shape: run(
-                load([at], url, shape, CONCURRENCY, requests)
+                load([at], url, shape, CONCURRENCY, num_of(shape, requests))
             )
             for shape in forms
             for name, at in servers.items()

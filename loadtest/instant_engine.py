@@ -1,4 +1,5 @@
-"""An engine that costs next to nothing: it answers each request at once, with the same words."""
+"""An engine that costs next to nothing: it answers each request at once, with the same words.
+Streams of APART tokens come one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from app.local.redis_server import LOOPBACK
 from app.tokens.renderer import Renderer, load
 from workers.engines.sim.text import FOLDER, SPECIAL, WORDS
 
-CHUNKS = 16
+CHUNKS, APART = 16, 256
+STEP_S = 0.002
+"""Seconds between tokens that come one by one."""
 _USAGE = (
     b'"usage":{"prompt_tokens":64,"completion_tokens":16,"total_tokens":80,'
     b'"prompt_tokens_details":{"cached_tokens":0}}'
@@ -29,6 +32,7 @@ _CHUNK = (
     b'data: {"id":"c","object":"text_completion","created":1,"model":"bench",'
     b'"choices":[{"index":0,"text":" word","finish_reason":null}]}\n\n'
 )
+_CHUNK_WITH_ID = _CHUNK.replace(b"null}", b'null,"token_ids":[300]}')
 _LAST = _CHUNK.replace(b"null", b'"stop"') + (
     b'data: {"id":"c","object":"text_completion","choices":[],%s}\n\ndata: [DONE]\n\n' % _USAGE
 )
@@ -82,9 +86,19 @@ class _Engine(asyncio.Protocol):
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
             b"\r\n"
         )
+        chunk = _CHUNK_WITH_ID if b'"return_token_ids":true' in body else _CHUNK
+        if b'"max_tokens":%d' % APART in body:
+            self._start(self._apart(chunk))
+            return
         for _ in range(CHUNKS):
-            self._transport.write(_chunked(_CHUNK))
-        self._transport.write(_chunked(_LAST) + b"0\r\n\r\n")
+            self._transport.write(_chunked(chunk))
+        self._transport.write(_END)
+
+    async def _apart(self, chunk: bytes) -> None:
+        for _ in range(APART):
+            self._transport.write(_chunked(chunk))
+            await asyncio.sleep(STEP_S)
+        self._transport.write(_END)
 
     def _whole(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -102,6 +116,9 @@ class _Engine(asyncio.Protocol):
 
 def _chunked(piece: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(piece), piece)
+
+
+_END = _chunked(_LAST) + b"0\r\n\r\n"
 
 
 @contextmanager
