@@ -27,6 +27,8 @@ START_S = 1800.0
 ANSWER_S = 600.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    # Else each worker is a process of its own, which waits for its next step in a busy loop.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -70,11 +72,12 @@ class VllmServer:
             f'"replay_endpoint":"tcp://*:{self.replay_port}"}}'
         )
         command = [
-            # Its workers spin: what is tested beside them would wait for a core of two.
+            # Threads of NIXL spin: what is tested beside them would wait for a core of two.
             *("nice", "-n", "10"),
             *(VENV / "bin" / "vllm", "serve", self._folder / "model"),
             *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager"),
+            *("--distributed-executor-backend", "uni"),
             *(
                 "--max-model-len",
                 "4096",
