@@ -118,7 +118,7 @@ async def test_without_a_model_the_only_one_is_meant(door, one_redis_server):
 )
 async def test_where_posts_are_meant_a_get_is_told_so(door, path):
     answer = await door.get(path)
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "OPTIONS, POST")
 
 
 async def test_a_response_is_nowhere_stored(door):
