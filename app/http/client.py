@@ -76,8 +76,8 @@ class Exchange(Request):
         self._answer_headers: Headers = ()
         self._watched: watched | None = None
         self._behind: tuple[Any, Generator[Any, None, None]] | None = None
-        """What is waited for before a message that has begun goes out, and the rest of its
-        sending."""
+        """The future that the sending of a message waits for, and the rest of that sending; None:
+        none waits."""
 
     @property
     def holder(self) -> str:

@@ -46,7 +46,7 @@ tokens of the answer alone."""
 _COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _IDS = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[([\d,\s]*)\]')
 _IDS_BEGIN, _PLAIN_IDS = b'token_ids":[', re.compile(rb'"token_ids":\[[\d,]*\]')
-"""As vLLM writes them; events that have ids in other words are looked at one by one."""
+"""Ids as vLLM writes them; events that have ids in other words are looked at one by one."""
 _SAYS = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
 _THINKS = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
 _MAX_EVENT_BYTES = 8 * 1024 * 1024

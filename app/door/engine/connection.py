@@ -70,9 +70,9 @@ class EngineAnswer:
         self.take: Callable[[bytes], bool] | None = None
         """Gets each piece as it comes; None: pieces wait to be read."""
         self._error: Exception | None = None
-        """What it raised."""
+        """The error that `take` raised."""
         self._piece_s = 0.0
-        """When it got the latest one, by the event loop's clock."""
+        """Time of the latest piece that `take` got, by the event loop's clock."""
 
     async def read(self, between_s: float | None = None) -> bytes:
         """Returns what has come since the last call; b"" at the end. Raises UpstreamBroken; then,
