@@ -123,8 +123,9 @@ async def test_affinity_gives_way_once_the_queue_is_longer_than_requests_may_fin
             await workers.occupy(f"w{n}", f"x{n}", prefill_s=3600.0)
         one_tenant = await route(replica, "r1", "a", prompt=prompt, reserve=False)
         assert max(-c.terms["affinity"] for c in one_tenant.candidates) > 0
-        more = {"prompt": prompt, "reserve": False, "tenant": "other"}
-        query = await route(replica, "r2", "a", **more)
+        # Tenants take turns from the first reservation of a second one on.
+        await route(replica, "r2", "b", tenant="other")
+        query = await route(replica, "r3", "a", prompt=prompt, reserve=False)
         assert [c.terms["affinity"] for c in query.candidates] == [0.0] * 4
 
 
