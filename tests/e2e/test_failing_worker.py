@@ -6,7 +6,9 @@ from tests.edge.conftest import started_replica
 from tests.eventually import eventually
 from tests.fake_worker import KEYS, fake_agent, running
 
-MINE, OTHERS = ({"authorization": f"Bearer {key}"} for key in ("key-of-mine", "key-of-others"))
+MINE, OTHERS, OPERATOR = (
+    {"authorization": f"Bearer {key}"} for key in ("key-of-mine", "key-of-others", "key-of-ops")
+)
 
 
 async def routed(client, headers, **asked):
@@ -29,7 +31,7 @@ async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_repl
     one_redis_server, redis, tmp_path
 ):
     keys = tmp_path / "keys"
-    keys.write_text("mine key-of-mine\nothers key-of-others\n")
+    keys.write_text("mine key-of-mine\nothers key-of-others\nops key-of-ops operator\n")
     url, runner = one_redis_server.url, ScriptRunner(redis, 5.0)
     async with (
         running(fake_agent(runner, KEYS, "bad")),
@@ -48,7 +50,9 @@ async def test_a_client_s_word_about_a_worker_counts_for_that_client_at_all_repl
         for replica in (one, other):
             assert {await routed(replica, MINE) for _ in range(20)} == {"good"}
             assert {await routed(replica, OTHERS) for _ in range(20)} == {"bad", "good"}
-            shown = (await replica.get("/v1/workers", headers=MINE)).json()
+            shown = (await replica.get("/v1/workers", headers=OTHERS)).json()
+            assert [worker["witnesses"] for worker in shown["workers"]] == [[], []]
+            shown = (await replica.get("/v1/workers", headers=OPERATOR)).json()
             bad, good = sorted(shown["workers"], key=lambda worker: str(worker["worker_id"]))
             assert (bad["state"], bad["cause"], bad["witnesses"]) == (
                 *("serving", "reported", ["mine"]),
