@@ -25,6 +25,7 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
+from app.gateway.messages import MAX_HEAD_BYTES
 from app.http.protocol import SeldomWarning, max_connections
 
 log = SeldomWarning(logging.getLogger(__name__))
@@ -73,6 +74,8 @@ class Call:
         self._messages: deque[bytes] = deque()
         self._part = bytearray()
         self._num_unread = 0
+        self._has_begun = False
+        """Whether the first message has come."""
         self._refusal: CallEndedError | None = None
         self._came = asyncio.Event()
 
@@ -99,14 +102,17 @@ class Call:
         self._part += data
         while len(self._part) >= 5 and self._refusal is None:
             size = int.from_bytes(self._part[1:5], "big")
+            # Whoever says the first one has shown no key yet.
+            most = MAX_BYTES if self._has_begun else MAX_HEAD_BYTES
             if self._part[0]:
                 self._refusal = CallEndedError(Status.UNIMPLEMENTED, "compressed messages")
-            elif size > MAX_BYTES:
-                words = f"a message of {size} bytes, over {MAX_BYTES}"
+            elif size > most:
+                words = f"a message of {size} bytes, over {most}"
                 self._refusal = CallEndedError(Status.RESOURCE_EXHAUSTED, words)
             elif len(self._part) < 5 + size:
                 break
             else:
+                self._has_begun = True
                 self._messages.append(bytes(self._part[5 : 5 + size]))
                 del self._part[: 5 + size]
         self.acknowledge()
@@ -194,8 +200,10 @@ class _Connection(asyncio.Protocol):
     def _happens(self, event: events.Event) -> None:
         call = self.calls.get(getattr(event, "stream_id", None) or 0)
         if isinstance(event, events.RequestReceived):
+            # h2 does not look whether there is one: see __init__.
+            path = dict(event.headers).get(b":path", b"")
             call = self.calls[event.stream_id] = Call(self, event.stream_id)
-            call.task = self._loop.create_task(self._run(call, dict(event.headers)[b":path"]))
+            call.task = self._loop.create_task(self._run(call, path))
         elif isinstance(event, events.DataReceived) and call is not None:
             call.came(event.data, event.flow_controlled_length)
         elif isinstance(event, events.DataReceived):

@@ -14,6 +14,7 @@ from h2.settings import SettingCodes, Settings
 
 from app.gateway import grpc_server
 from app.gateway.grpc_server import MAX_BYTES, CallEndedError, GrpcServer, Status
+from app.gateway.messages import MAX_HEAD_BYTES
 from app.http.protocol import SeldomWarning
 from app.http.server import listen
 from tests.door.conftest import port_of
@@ -233,6 +234,36 @@ async def test_a_picker_speaks_tls_where_its_certificate_says_so(one_redis_serve
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Check(health_pb2.HealthCheckRequest(service="other"))
             assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_call_without_a_path_ends_alone():
+    async with serving() as (_, port), Raw.open(port) as client:
+        client.begin(ECHO, b"a")
+        await client.until(events.DataReceived)
+        client.h2.config.validate_outbound_headers = False
+        client.h2.send_headers(3, [(":method", "POST"), (":scheme", "http")], end_stream=True)
+        client.flush()
+        client.events.clear()
+        refused = await client.until(events.ResponseReceived)
+        assert dict(refused.headers)["grpc-status"] == str(int(Status.UNIMPLEMENTED))
+        client.h2.send_data(1, framed(b"b"))
+        client.flush()
+        assert await client.until(events.DataReceived)
+
+
+@pytest.mark.parametrize(("before", "most"), [(0, MAX_HEAD_BYTES), (1, MAX_BYTES)])
+async def test_the_first_message_of_a_call_is_no_body(before, most):
+    async with serving() as (_, port), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for size, code in ((most, "OK"), (most + 1, "RESOURCE_EXHAUSTED")):
+            call = stream(channel, ECHO)
+            for _ in range(before):
+                await call.write(b"x")
+                assert await call.read() == b"x"
+            await call.write(b"x" * size)
+            await call.done_writing()
+            if code == "OK":
+                assert len(await call.read()) == size
+            assert (await call.code()).name == code
 
 
 async def test_past_the_limit_the_oldest_connection_without_a_call_makes_room():

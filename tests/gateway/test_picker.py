@@ -394,12 +394,13 @@ async def test_what_is_no_message_or_has_too_many_headers_is_refused_without_a_t
     late = ext_proc.ProcessingRequest()
     late.request_body.body = b"{"
     async with fleet(redis, one_redis_server.url) as gateway:
-        for said in (b"\xff\xff", many.SerializeToString(), late.SerializeToString()):
+        for said in (b"\xff\xff", late.SerializeToString()):
             code = await code_of(silent(gateway), said)
             assert code == grpc.StatusCode.INVALID_ARGUMENT
         too_long = b"\x22" + b"\x00" * (MAX_BYTES + 1)
-        code = await code_of(silent(gateway), too_long)
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        for said in (many.SerializeToString(), too_long):
+            code = await code_of(silent(gateway), said)
+            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
         _, told = await gateway.asks(ASKS)
         assert told.endpoints
     assert not [record for record in caplog.records if record.exc_info]
